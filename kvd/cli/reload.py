@@ -59,5 +59,5 @@ class Reloader:
                     ev.QuotaSet(control.driver.long_work.next_token(), tenant, quota)
                 )
                 audit.note("reload", None, tenant=tenant, quota_bytes=quota)
-        for session in control.rooms.end_other_tenants():
+        for session in control.common.end_other_tenants():
             audit.note("reload", None, session_ended=session)

@@ -109,7 +109,7 @@ class Daemon:
             driver = self._driver(pool)
             stack.push_async_callback(driver.close)
             control = self._control_server(driver)
-            self.metrics.watch_lookups(control.rooms.told_lookups)
+            self.metrics.watch_lookups(control.common.told_lookups)
             stack.push_async_callback(control.close)
             await control.listen(self._place())
             tasks: list[asyncio.Future[Any]] = [
@@ -358,7 +358,7 @@ class Daemon:
     def _sources(self, control: ControlServer) -> status_page.Sources:
         return status_page.Sources(
             control.driver.machine.statistics,
-            control.rooms.told_lookups.by_tenant,
+            control.common.told_lookups.by_tenant,
             control.driver.fleet.attached.values,
             lambda: self._ready_page()[2].decode().strip(),
         )
@@ -372,7 +372,7 @@ class Daemon:
     def _ready_page(self) -> tuple[int, str, bytes]:
         state = self.state
         if self._control is not None and state == "ready":
-            if self._control.rooms.draining:
+            if self._control.common.draining:
                 state = "draining"
             elif lost := self._control.lost_socket():
                 state = f"unreachable: somebody removed {lost}; restart kvd"

@@ -99,18 +99,18 @@ class ControlServer:
         self.peers = Peers()
         self.engines = Rendezvous(driver)
         driver.fleet.on_mover_gone = self.engines.mover_gone
-        self.rooms = SessionContext(driver, self.engines, tenants, terms)
-        self.rooms.count_refusal = observer.refused
-        self.rooms.time_message = observer.message_answered
+        self.common = SessionContext(driver, self.engines, tenants, terms)
+        self.common.count_refusal = observer.refused
+        self.common.time_message = observer.message_answered
         self.namespaces = Namespaces(driver, tenants)
         self.companion = CompanionServer(
             self.peers,
             self.namespaces.page_of,
             tenants.user_operates,
         )
-        report = StatusReport(driver, self.engines, self.namespaces, self.rooms)
+        report = StatusReport(driver, self.engines, self.namespaces, self.common)
         self.operator = OperatorServicer(
-            driver, self.peers, tenants, self.namespaces, report, self.rooms
+            driver, self.peers, tenants, self.namespaces, report, self.common
         )
         self.operator.drain = self.drain
         self.operator.undrain = self.undrain
@@ -137,10 +137,10 @@ class ControlServer:
         most = ("grpc.max_allowed_incoming_connections", descriptors.most_connections())
         server = grpc.aio.server(interceptors=[self._interceptor], options=(*_OPTIONS, most))
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
-            EngineServicer(self.rooms, self.peers), server
+            EngineServicer(self.common, self.peers), server
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerServicer(self.rooms, self.peers, place.pool_directory, GpuCapacity(place.gpu)),
+            WorkerServicer(self.common, self.peers, place.pool_directory, GpuCapacity(place.gpu)),
             server,
         )
         events_pb2_grpc.add_EventServiceServicer_to_server(
@@ -192,10 +192,10 @@ class ControlServer:
 
         DrainTakenBack where it is undrained meanwhile.
         """
-        self.rooms.draining = True
+        self.common.draining = True
         await self._say_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         left = await self.driver.drain(deadline_s)
-        if not self.rooms.draining:
+        if not self.common.draining:
             raise DrainTakenBack("somebody undrained the daemon meanwhile: it takes work again")
         return left
 
@@ -203,7 +203,7 @@ class ControlServer:
         """Take sessions and stores again; whether it did not before. Draining where it stops."""
         if self.stopping:
             raise Draining("the daemon is stopping")
-        was_draining, self.rooms.draining = self.rooms.draining, False
+        was_draining, self.common.draining = self.common.draining, False
         self.driver.undrain()
         await self._say_health(health_pb2.HealthCheckResponse.SERVING)
         return was_draining
@@ -221,7 +221,7 @@ class ControlServer:
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)
             self._server = None
-        self.rooms.departures.close()
+        self.common.departures.close()
         if self._files:
             async with alone_in(self._files[0].path.parent):
                 for file in self._files:

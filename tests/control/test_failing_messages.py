@@ -30,12 +30,12 @@ class FailingVerbs:
 
 
 async def handle(error: Exception) -> Outbox:
-    rooms = SimpleNamespace(
+    common = SimpleNamespace(
         verbs=FailingVerbs(error), refused=lambda _reason: None, time_message=lambda *_: None
     )
     outbox = Outbox()
     none: Any = None
-    session = SchedulerSession(none, rooms, outbox)  # type: ignore[arg-type]
+    session = SchedulerSession(none, common, outbox)  # type: ignore[arg-type]
     session.live = live_session()
 
     async def requests() -> AsyncIterator[pb.SessionRequest]:

@@ -76,8 +76,8 @@ class SlowDriver:
 
 
 def slow_session(told: list[Any]) -> SchedulerSession:
-    rooms = cast("SessionContext", SimpleNamespace(driver=SlowDriver()))
-    session = SchedulerSession(cast("Any", None), rooms, cast("Any", Outbox(told)))
+    common = cast("SessionContext", SimpleNamespace(driver=SlowDriver()))
+    session = SchedulerSession(cast("Any", None), common, cast("Any", Outbox(told)))
     session.live = live_session()
     return session
 

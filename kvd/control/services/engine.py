@@ -21,21 +21,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     # ruff: noqa: N802 - gRPC's names
 
-    def __init__(self, rooms: SessionContext, peers: Peers) -> None:
-        self._rooms = rooms
+    def __init__(self, common: SessionContext, peers: Peers) -> None:
+        self._common = common
         self._peers = peers
 
     def _live(self, context: Context, session: int) -> LiveSession:
         peer = self._peers.behind(context, Role.SCHEDULER)
-        return self._rooms.sessions.of(peer, session)
+        return self._common.sessions.of(peer, session)
 
     async def Session(self, requests: AsyncIterator[Request], context: Context) -> None:
         peer = self._peers.behind(context, Role.SCHEDULER)
-        await self._rooms.serve(requests, context, peer)
+        await self._common.serve(requests, context, peer)
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         live = self._live(context, request.session_id)
-        return pb.LookupResponse(answers=await self._rooms.verbs.lookup(live, request.queries))
+        return pb.LookupResponse(answers=await self._common.verbs.lookup(live, request.queries))
 
     async def PrepareLoad(
         self, request: pb.PrepareLoadRequest, context: Context
@@ -55,7 +55,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: pb.CompleteLoadRequest, context: Context
     ) -> pb.CompleteLoadResponse:
         live = self._live(context, request.session_id)
-        await self._rooms.verbs.complete_load(live, request.sequence, request.context)
+        await self._common.verbs.complete_load(live, request.sequence, request.context)
         return pb.CompleteLoadResponse()
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
@@ -88,15 +88,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             )
         jobs = convert.job_ids(request.job_ids, "job_ids")
         try:
-            ends = await self._rooms.driver.jobs.wait(live.id, jobs, request.deadline_ms / 1e3)
+            ends = await self._common.driver.jobs.wait(live.id, jobs, request.deadline_ms / 1e3)
         except TimeoutError:
-            running = self._rooms.driver.jobs.live(live.id)
+            running = self._common.driver.jobs.live(live.id)
             left = sorted(running & set(jobs) if jobs else running)
             raise DeadlinePassed(f"jobs still run: {_some(left)}", "job_ids") from None
         return pb.FlushResponse(jobs=[convert.ended_message(end) for end in ends])
 
     async def _step(self, context: Context, session: int, step: pb.Step) -> pb.StepReply:
-        return await self._rooms.verbs.step(self._live(context, session), step)
+        return await self._common.verbs.step(self._live(context, session), step)
 
 
 def _some(numbers: Sequence[int], most: int = 32) -> str:

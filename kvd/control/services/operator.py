@@ -38,14 +38,14 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         tenants: TenantPolicy,
         namespaces: Namespaces,
         report: StatusReport,
-        rooms: SessionContext,
+        common: SessionContext,
     ) -> None:
         self._driver = driver
         self._peers = peers
         self._tenants = tenants
         self._namespaces = namespaces
         self._report = report
-        self._recorder = rooms.recorder
+        self._recorder = common.recorder
         self._verifier = Verifier(driver.machine, driver.pool, driver.turns)
         self.place = PoolPlace("", 0)
         # Takes no more sessions, then waits for the copies; the number still running.

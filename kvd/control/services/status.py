@@ -59,13 +59,13 @@ class StatusReport:
     """Builds answers for the operator service."""
 
     def __init__(
-        self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, rooms: SessionContext
+        self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, common: SessionContext
     ) -> None:
         self._driver = driver
         self._engines = engines
         self._namespaces = namespaces
-        self._sessions = rooms.sessions
-        self._told = rooms.told_lookups
+        self._sessions = common.sessions
+        self._told = common.told_lookups
         self._began = time.monotonic()
 
     def _tiers(self, now: Statistics) -> list[pb.TierStatus]:

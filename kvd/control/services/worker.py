@@ -37,11 +37,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves registration: checks it, starts the mover, and adds the rank to its engine."""
 
     def __init__(
-        self, rooms: SessionContext, peers: Peers, pool_directory: Path, gpus: GpuCapacity
+        self, common: SessionContext, peers: Peers, pool_directory: Path, gpus: GpuCapacity
     ) -> None:
-        self._driver = rooms.driver
-        self._engines = rooms.engines
-        self._rooms = rooms
+        self._driver = common.driver
+        self._engines = common.engines
+        self._common = common
         self._peers = peers
         self._pool_directory = pool_directory
         self._gpus = gpus
@@ -50,7 +50,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: pb.RegisterRankRequest, context: Context
     ) -> pb.RegisterRankResponse:
         peer = self._peers.behind(context, Role.WORKER)
-        if self._rooms.draining:
+        if self._common.draining:
             raise Draining("the daemon is about to stop")
         descriptors.require_room()
         peer.require_registration()

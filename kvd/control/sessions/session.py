@@ -66,10 +66,10 @@ class SchedulerSession:
 
     live: LiveSession  # from when the core has accepted it: before that there is no news
 
-    def __init__(self, start: EngineStart, rooms: SessionContext, outbox: Outbox) -> None:
+    def __init__(self, start: EngineStart, common: SessionContext, outbox: Outbox) -> None:
         self.outbox = outbox
         self._start = start
-        self._rooms = rooms
+        self._common = common
         self.knows_prompts = False
         self._telling: asyncio.Future[None] | None = None
         self.on_end = asyncio.Event()
@@ -99,7 +99,7 @@ class SchedulerSession:
 
     async def _tell_ready(self) -> None:
         """Say so once the first copies would be as fast as later ones."""
-        await self._rooms.driver.fleet.warm(self.live.id, WARM_SECONDS)
+        await self._common.driver.fleet.warm(self.live.id, WARM_SECONDS)
         self.outbox.put(pb.SessionResponse(ranks_ready=pb.RanksReady()))
 
     def end(self, reason: str) -> None:
@@ -116,11 +116,11 @@ class SchedulerSession:
             reason,
             extra=self.live.in_log,
         )
-        self._rooms.sessions.by_id.pop(self.live.id, None)
-        self._rooms.driver.close_session(self.live.id, gone=gone)
+        self._common.sessions.by_id.pop(self.live.id, None)
+        self._common.driver.close_session(self.live.id, gone=gone)
         if not gone:
-            self._rooms.departures.watch(self.live.id, self.live.peer)
-        self._rooms.engines.leave(self._start, self.live.id)
+            self._common.departures.watch(self.live.id, self.live.peer)
+        self._common.engines.leave(self._start, self.live.id)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class SchedulerSession:
         error = request.error
         if request.kind in _NUMBERS and request.kind != "lookup":
             try:
-                await self._rooms.verbs.refuse(self.live, request.number, error)
+                await self._common.verbs.refuse(self.live, request.number, error)
             except KvdError as refused:  # it may be an old number's, or a gap
                 error = refused
         self._refuse_message(request.kind, request.number, error)
@@ -184,12 +184,12 @@ class SchedulerSession:
                 error = InvalidArgument(f"{kind or 'an empty message'} can't come here", "kind")
                 self._refuse(0, error)
                 return
-        self._rooms.time_message(kind, time.perf_counter() - began)
+        self._common.time_message(kind, time.perf_counter() - began)
 
     async def _step(self, step: pb.Step) -> None:
         self.outbox.hold_ended()
         try:
-            reply = await self._rooms.verbs.step(self.live, step)
+            reply = await self._common.verbs.step(self.live, step)
         except KvdError as error:
             self._refuse(step.sequence, error)
         else:
@@ -199,7 +199,7 @@ class SchedulerSession:
 
     async def _lookup(self, call: pb.LookupCall) -> None:
         try:
-            answers = await self._rooms.verbs.lookup(self.live, call.queries)
+            answers = await self._common.verbs.lookup(self.live, call.queries)
         except KvdError as error:
             self._refuse_lookup(call.call_id, error)
         else:
@@ -208,26 +208,26 @@ class SchedulerSession:
             await asyncio.sleep(0)  # it leaves before we look for the next message
 
     def _refuse_lookup(self, call_id: int, error: KvdError) -> None:
-        self._rooms.refused(error.reason)
+        self._common.refused(error.reason)
         reply = pb.LookupReply(call_id=call_id, reason=error.reason, message=str(error))
         self.outbox.put(pb.SessionResponse(lookup=reply))
 
     async def _reset(self, reset: pb.ResetCache) -> None:
         try:
-            epoch = await self._rooms.verbs.reset_cache(self.live, reset)
+            epoch = await self._common.verbs.reset_cache(self.live, reset)
         except KvdError as error:
             self._refuse(reset.sequence, error)
         else:
             self.outbox.put(pb.SessionResponse(epoch=epoch))
 
     def _refuse(self, sequence: int, error: KvdError) -> None:
-        self._rooms.refused(error.reason)
+        self._common.refused(error.reason)
         refused = pb.StepRefused(sequence=sequence, reason=error.reason, message=str(error))
         self.outbox.put(pb.SessionResponse(refused=refused))
 
     async def _flush(self) -> None:
         try:
-            await self._rooms.driver.jobs.wait(self.live.id, [], CLOSE_FLUSH_SECONDS)
+            await self._common.driver.jobs.wait(self.live.id, [], CLOSE_FLUSH_SECONDS)
         except (TimeoutError, LimitExceeded):
             log.warning("session %d closes while copies run", self.live.id, extra=self.live.in_log)
 

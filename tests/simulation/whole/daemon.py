@@ -118,7 +118,7 @@ class Stream:
 
     async def _serve(self, peer: Peer) -> None:
         try:
-            await self._daemon.rooms.serve(self._requests(), self.call, peer)  # type: ignore[arg-type]
+            await self._daemon.common.serve(self._requests(), self.call, peer)  # type: ignore[arg-type]
         except (KvdError, AssertionError) as error:
             self.error = error
             self._daemon.check_refusal(error)
@@ -233,12 +233,12 @@ class SimDaemon:
         engines = Rendezvous(self.driver)
         self.driver.fleet.on_mover_gone = engines.mover_gone
         policy = TenantPolicy(settings.tenants)
-        self.rooms = SessionContext(
+        self.common = SessionContext(
             self.driver, engines, policy, SessionTerms(2000, settings.threshold)
         )
         self.peers = Peers()
         gpus = GpuCapacity(GpuTerms())
-        self.workers = WorkerServicer(self.rooms, self.peers, settings.directory, gpus)
+        self.workers = WorkerServicer(self.common, self.peers, settings.directory, gpus)
         self.loop.create_task(self.driver.run()).add_done_callback(self._ended)
         self.is_serving = True
 

@@ -170,7 +170,7 @@ def _check_rest(world: World) -> None:
     assert not world.ledger.jobs, "a job never ended"
     assert not daemon.driver.fleet.running(), "a mover runs for nobody"
     assert not daemon.driver.sessions, "a session stays"
-    assert not daemon.rooms.sessions.by_id, "a session stays in control"
+    assert not daemon.common.sessions.by_id, "a session stays in control"
     unshared = [n for n in machine.state.namespaces.values() if n.spec.unshared]
     assert not unshared, "a private namespace stayed"
     assert {s.epoch for s in machine.state.scopes.values()} <= {""}, "an own epoch stayed"
