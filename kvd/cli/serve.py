@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 import kvd
+from kvd.cli.exits import EXIT_FAILED
 from kvd.cli.left_behind import MadeDirectories
 from kvd.cli.reload import Reloader
 from kvd.config.settings import Config, unknown_variables
@@ -47,7 +48,6 @@ from kvd.runtime.tiers import terms_of
 
 log = logging.getLogger(__name__)
 
-EXIT_FAILED = 1
 EXIT_BROKEN_INVARIANT = 70  # EX_SOFTWARE of sysexits.h
 # gRPC's own threads and the pool's must not keep the loop waiting for the interpreter.
 SWITCH_SECONDS = 0.0005

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.linux.calls import prefer_memory_of
+from kvd.linux.limits import NODES
 from kvd.linux.proc import PROC, allowed_nodes, numbers_of
 
 log = logging.getLogger(__name__)
-
-NODES = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True, slots=True)

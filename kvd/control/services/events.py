@@ -12,6 +12,7 @@ from kvd.control.namespaces import Namespaces
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.shares import Bound, Shares
+from kvd.pool.pool import INCARNATION_BYTES
 from kvd.runtime.driver import Driver
 from kvd.runtime.event_log import ChangeFilter, Delivery, FellBehind
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
@@ -19,7 +20,6 @@ from kvd_proto.v1 import events_pb2, events_pb2_grpc
 MAX_WATCHERS = 256
 MAX_WATCHERS_OF_A_USER = 64
 WATCHERS_FOR_OPERATORS = 16
-INCARNATION_BYTES = 16
 WRITE_SECONDS = 10.0  # a watcher that takes nothing for so long is ended
 
 

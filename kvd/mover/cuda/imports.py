@@ -22,6 +22,7 @@ from kvd.processes.complaints import log_limited
 from kvd_proto.libcuda import (
     HANDLE_TYPE_POSIX_FD,
     IPC_HANDLE_BYTES,
+    LOCATION_DEVICE,
     AccessDescription,
     CudaError,
     DevicePointer,
@@ -30,7 +31,6 @@ from kvd_proto.libcuda import (
     libcuda,
 )
 
-_LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _UNKNOWN_BYTES = 0
 _PID_HINT = (
@@ -170,7 +170,7 @@ def _map(driver: Libcuda, handle: int, size: int) -> _Opened:
     try:
         driver.call("cuMemMap", address, size, 0, handle, 0)
         undo.insert(0, ("cuMemUnmap", address, size))
-        access = AccessDescription(Location(_LOCATION_DEVICE, ONLY), _READ_WRITE)
+        access = AccessDescription(Location(LOCATION_DEVICE, ONLY), _READ_WRITE)
         driver.call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
     except CudaError:
         _call_all(driver, undo)
