@@ -169,8 +169,7 @@ def end_those_of_gone_movers(turn: Turn, session: Session) -> None:
 
 def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     """Take the transfer's pins away; with its last one a piece is readable, or given up."""
-    state = turn.state
-    piece, is_store = transfer.piece, transfer.piece.kind is JobKind.STORE
+    state, piece = turn.state, transfer.piece
     transfer.end()
     del state.transfers[transfer.transfer]
     state.in_time.pop(transfer.transfer, None)
@@ -179,38 +178,51 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     mover = state.movers.get(transfer.mover)
     if mover is not None:
         del mover.transfers[transfer.transfer]
-    if not failure and is_store and _is_cleared(state, piece):
+    if not failure and piece.kind is JobKind.STORE and _is_cleared(state, piece):
         failure = RESET
     if failure:
         fail_piece(turn, piece, failure)
     for part in piece.parts:
         slot_lifecycle.unpin(state, part.size_class, part.pinned)
-    if piece.transfers:
-        return
+    if not piece.transfers:
+        _end_piece(turn, piece)
+
+
+def _end_piece(turn: Turn, piece: Piece) -> None:
+    """No rank copies for it any more: its jobs have come so much further."""
+    state, is_store = turn.state, piece.kind is JobKind.STORE
     for part in piece.parts:
         state.count_in_flight(part.scope, -1)
-    session = state.sessions[piece.session]
     if is_store:
         del state.fillings[piece.number]
+        session = state.sessions[piece.session]
         for part in piece.parts:
             mark_busy(session, part.size_class.group, part.engine_blocks, -1)
     if not piece.failed:
-        blocks = sum(len(part.slots) for part in piece.parts)
         if is_store:
-            state.counters.stored += blocks
-            for part in piece.parts:
-                slot_lifecycle.make_ready(turn, part.size_class, part.slots)
-                if state.below.tiers:
-                    writing.stored(turn, part.size_class, part.slots)
-            state.released.extend(piece.end_waits(done=True))
+            _stored(turn, piece)
         else:
-            state.counters.loaded += blocks
-            for part in piece.parts:
-                hand_off.loaded(state, piece.session, part.size_class, part.pinned)
+            _loaded(state, piece)
     for share in piece.shares:
         share.job.blocks += 0 if piece.failed else share.blocks
         share.job.pieces -= 1
         end_job_when_done(turn, share.job)
+
+
+def _stored(turn: Turn, piece: Piece) -> None:
+    state = turn.state
+    for part in piece.parts:
+        state.counters.stored += len(part.slots)
+        slot_lifecycle.make_ready(turn, part.size_class, part.slots)
+        if state.below.tiers:
+            writing.stored(turn, part.size_class, part.slots)
+    state.released.extend(piece.end_waits(done=True))
+
+
+def _loaded(state: State, piece: Piece) -> None:
+    for part in piece.parts:
+        state.counters.loaded += len(part.slots)
+        hand_off.loaded(state, piece.session, part.size_class, part.pinned)
 
 
 def _is_cleared(state: State, piece: Piece) -> bool:
