@@ -134,35 +134,42 @@ class Moves:
         look.flow.add([partial(self._write_unit, unit, deadline) for unit in _units(look.new)])
 
     def _see_which_are_there(self, group: Sequence[Move], deadline: float) -> None:
-        home = group[0].home
-        in_pieces: list[Move] = []
         try:
-            asked: list[Command] = [[b"EXISTS", move.name] for move in group]
-            found = self._servers.run(home, asked, deadline)
-            there = [move for move, count in zip(group, found, strict=True) if count == 1]
-            if not there:
-                return
-            heads = self._servers.heads(home, [move.name for move in there], deadline)
-            for move, head in zip(there, heads, strict=True):
-                record = record_in(head)
-                if not record:
-                    continue
-                if not has_lengths_of(record, move.block):
-                    move.leftover = self._names_of(move, record)
-                elif move.is_one != (len(head) == len(record)):
-                    if move.is_one:
-                        move.outcome = Outcome.DONE
-                    else:
-                        in_pieces.append(move)
-            if not in_pieces:
-                return
-            commands: list[Command] = [[b"EXISTS", *move.names[1:]] for move in in_pieces]
-            answers = self._servers.run(home, commands, deadline)
+            in_pieces = self._see_heads(group, deadline)
+            if in_pieces:
+                self._see_pieces(in_pieces, deadline)
         except TierError as error:
             for move in group:
                 move.fail(error.reason)
-            return
-        for move, count in zip(in_pieces, answers, strict=True):
+
+    def _see_heads(self, group: Sequence[Move], deadline: float) -> list[Move]:
+        """Values that are there in one are done; the answer is those of which pieces may be."""
+        home = group[0].home
+        asked: list[Command] = [[b"EXISTS", move.name] for move in group]
+        found = self._servers.run(home, asked, deadline)
+        there = [move for move, count in zip(group, found, strict=True) if count == 1]
+        if not there:
+            return []
+        in_pieces: list[Move] = []
+        heads = self._servers.heads(home, [move.name for move in there], deadline)
+        for move, head in zip(there, heads, strict=True):
+            record = record_in(head)
+            if not record:
+                continue
+            is_whole = len(head) > len(record)  # its bytes follow the record
+            if not has_lengths_of(record, move.block):
+                move.leftover = self._names_of(move, record)
+            elif move.is_one and is_whole:
+                move.outcome = Outcome.DONE
+            elif not move.is_one and not is_whole:
+                in_pieces.append(move)
+        return in_pieces
+
+    def _see_pieces(self, moves: Sequence[Move], deadline: float) -> None:
+        """Those of which all pieces are there are done."""
+        commands: list[Command] = [[b"EXISTS", *move.names[1:]] for move in moves]
+        answers = self._servers.run(moves[0].home, commands, deadline)
+        for move, count in zip(moves, answers, strict=True):
             if count == len(move.shape.spans):
                 move.outcome = Outcome.DONE
 
