@@ -24,9 +24,9 @@ _DIGEST_SEED = np.uint64(int.from_bytes(b"kvd-sum1", "little"))
 
 
 class ChecksumTable(MappedTable):
-    """The file with the checksums of all parts.
+    """The file with the checksums of all parts, mapped.
 
-    All checksums, mapped. Places run along: extent and ordinal of each part.
+    Places run along: extent and ordinal of each part.
     """
 
     def __init__(self, config: PoolConfig, path: Path) -> None:

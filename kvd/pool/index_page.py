@@ -75,7 +75,7 @@ class _Phase(enum.Enum):
 class IndexPage:
     """The daemon's side of an index page, which alone writes it.
 
-    The writer's side. `spilled` counts resident tags that found no place.
+    `spilled` counts resident tags that found no place.
     """
 
     def __init__(self, name: str, blocks: int) -> None:

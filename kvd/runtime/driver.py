@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
@@ -565,7 +565,7 @@ class Driver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.pool.close()
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(partial(_report_failure, self._tasks))

@@ -156,12 +156,12 @@ class Verifier:
         if row is None:
             return
         look.add(core.row_itself(state, row))
-        if number not in books.rows and not core.some_blocks(row, 0, row.slots, state).ready.any():
+        if number not in books.rows and not core.some_blocks(state, row, 0, row.slots).ready.any():
             return  # the pool had no memory for it: the core is about to give it back
         look.add(books.row(row.grant(), core.row_place(row)))
         first = 0
         while state.rows.get(number) is row and first < row.slots:
-            some = core.some_blocks(row, first, SLOTS_AT_ONCE, state)
+            some = core.some_blocks(state, row, first, SLOTS_AT_ONCE)
             first += SLOTS_AT_ONCE
             look.add(core.blocks(state, some))
             look.blocks += len(some.readable)

@@ -81,7 +81,7 @@ def verified(machine: Machine) -> list[Finding]:
                 found += piece or ()
     for row in state.rows.values():
         found += verify.row_itself(state, row)
-        found += verify.blocks(state, verify.some_blocks(row, 0, row.slots, state))
+        found += verify.blocks(state, verify.some_blocks(state, row, 0, row.slots))
     return found
 
 

@@ -45,7 +45,7 @@ def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
     """
     state = turn.state
     namespace = state.require_namespace(event.namespace)
-    turn.orders.extend([AnnounceCleared(event.namespace)])
+    turn.orders.append(AnnounceCleared(event.namespace))
     tally = namespace.tally
     found = state.backlog.clears.get(event.namespace)
     if found is None:

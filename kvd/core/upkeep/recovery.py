@@ -49,7 +49,7 @@ def rows_recovered(turn: Turn, event: RowsRecovered) -> None:
     state = turn.state
     owner = state.classes[event.namespace, event.group]
     rows = [_granted_again(state, owner, found) for found in event.rows]
-    turn.orders.extend([row.grant() for row in rows])
+    turn.orders.extend(row.grant() for row in rows)
     firsts = np.array([row.first_slot for row in rows], dtype=np.int64)
     table = state.slots
     slots = np.repeat(firsts, [found.ready for found in event.rows]) + event.ordinals

@@ -284,7 +284,7 @@ def row_itself(state: State, row: Row) -> list[Finding]:
     return found
 
 
-def some_blocks(row: Row, first: int, count: int, state: State) -> SomeBlocks:
+def some_blocks(state: State, row: Row, first: int, count: int) -> SomeBlocks:
     """So many slots of the row from this one on."""
     ordinals = np.arange(first, min(first + count, row.slots), dtype=np.int64)
     ready = state.slots.state[row.first_slot + ordinals] == SlotState.READY
