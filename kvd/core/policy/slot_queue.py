@@ -86,8 +86,8 @@ class PolicyMemory:
         return sparse_zeros(self.max_slots, np.uint64)
 
     @cached_property
-    def infos(self) -> npt.NDArray[np.int64]:
-        """What a policy of turns knows of the block."""
+    def words(self) -> npt.NDArray[np.int64]:
+        """What a policy of turns knows of the block, in one word."""
         return sparse_zeros(self.max_slots, np.int64)
 
     @cached_property

@@ -18,9 +18,10 @@ four to eight places for each slot of the class. A ghost's place is a hash of it
 there takes it. A block that comes back while it is remembered has its turns again, and its return
 is learnt.
 
-Each block has 64 bits: the time of last use (17 ms are one stamp; two years go round), its turn and
-generation, its request's size as a power of two, the end of its request's number, so that a request
-counts as one use however often it touches, and whether it is among the fourth that is learnt from.
+Each block has a word of 64 bits: the time of last use (17 ms are one stamp; two years go round),
+its turn and generation, its request's size as a power of two, the end of its request's number, so
+that a request counts as one use however often it touches, and whether it is among the fourth that
+is learnt from.
 
 Time is the policy's own: it never goes back, and a longer silence than an hour counts as one.
 After a restart all turns begin at one, and nothing is learnt; the order of use is known.
@@ -58,8 +59,9 @@ LONGEST_SILENCE_NS = 3_600_000_000_000  # a longer one counts as so long
 CLEARLY_LESS = 0.8  # of the score of the block used longest ago
 LEARNT_FROM = 4  # one block in so many, a power of two
 
+# The lowest bits of a word's fields, which are 32, 3, 3, 4, 1 and 20 wide; the stamp is the first.
 _STAMP_MASK = 0xFFFFFFFF
-_TURN, _GENERATION, _WEIGHT, _LEARNT, _REQUEST = 32, 35, 38, 42, 43  # lowest bits of the fields
+_TURN, _GENERATION, _WEIGHT, _LEARNT, _REQUEST = 32, 35, 38, 42, 43
 _REQUEST_MASK = (1 << 20) - 1  # of a request's number; of a ghost there is the tag's check
 _KEPT = 7 << _GENERATION | 1 << _LEARNT
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits are spread
@@ -76,7 +78,7 @@ class TurnsPolicy:
         self._numbers = np.array([-1, *(queue.number for queue in self._queues)], np.int64)
         self._places = memory.places.array
         self._tags = memory.tags
-        self._infos = memory.infos
+        self._words = memory.words
         self._ghosts = TurnGhosts(capacity)
         self._hazards = Hazards()
         self._clock = _Clock()
@@ -92,7 +94,7 @@ class TurnsPolicy:
 
     def turn_of(self, slot: int) -> int:
         """Of a known slot's block."""
-        return int(self._infos[slot]) >> _TURN & 7
+        return int(self._words[slot]) >> _TURN & 7
 
     # -- what comes and is used -----------------------------------------------------------------
 
@@ -104,9 +106,9 @@ class TurnsPolicy:
         turns, generations = self._known_of(spread, now, self._generation(sight))
         learnt = (spread >> _SAMPLE_SHIFT & np.uint64(LEARNT_FROM - 1)) == 0
         weight = _weight(slots.size)
-        infos = turns << _TURN | generations << _GENERATION | learnt.astype(np.int64) << _LEARNT
-        infos |= weight << _WEIGHT | (sight.request & _REQUEST_MASK) << _REQUEST
-        self._infos[slots] = infos | now & _STAMP_MASK
+        words = turns << _TURN | generations << _GENERATION | learnt.astype(np.int64) << _LEARNT
+        words |= weight << _WEIGHT | (sight.request & _REQUEST_MASK) << _REQUEST
+        self._words[slots] = words | now & _STAMP_MASK
         self._tags[slots] = tags
         self._hazards.begin(now, turns[learnt] - 1, weight)
         for number, members in _by_turn(turns[::-1], slots[::-1]):
@@ -116,15 +118,15 @@ class TurnsPolicy:
         now = self._look(sight)
         if not slots.size:
             return
-        infos = self._infos.take(slots)
-        before = infos >> _TURN & 7
+        words = self._words.take(slots)
+        before = words >> _TURN & 7
         held = self._places.take(slots) & NUMBER_MASK == self._numbers.take(before)
         assert held.all(), "a slot was touched that no queue of the policy holds"
         turns, kept = before, _KEPT
         request = sight.request & _REQUEST_MASK
         new = np.full(slots.size, as_use)
         if as_use and sight.request:
-            new = infos >> _REQUEST != request
+            new = words >> _REQUEST != request
         if as_use:
             turns = np.minimum(before + new, CLASSES)
         if as_use and sight.request:
@@ -134,24 +136,24 @@ class TurnsPolicy:
             kept, after = kept | _REQUEST_MASK << _REQUEST, 0
         weight = _weight(slots.size)
         after |= weight << _WEIGHT | now & _STAMP_MASK
-        renewed = infos & kept | turns << _TURN | after
-        self._infos[slots[::-1]] = renewed[::-1]  # of a block named twice the first mention counts
-        turns = self._infos.take(slots) >> _TURN & 7
+        renewed = words & kept | turns << _TURN | after
+        self._words[slots[::-1]] = renewed[::-1]  # of a block named twice the first mention counts
+        turns = self._words.take(slots) >> _TURN & 7
         once = self._move(slots[::-1], before[::-1], turns[::-1])[::-1]
-        learnt = np.flatnonzero((infos >> _LEARNT & 1) & once)
+        learnt = np.flatnonzero((words >> _LEARNT & 1) & once)
         if learnt.size:
-            self._learn(_seen(infos[learnt], now), new[learnt], now)
+            self._learn(_seen(words[learnt], now), new[learnt], now)
             self._hazards.begin(now, turns[learnt] - 1, weight)
 
     def remove(self, slots: Slots) -> None:
         if not slots.size:
             return
-        infos = self._infos.take(slots)
-        turns = infos >> _TURN & 7
+        words = self._words.take(slots)
+        turns = words >> _TURN & 7
         held = self._places.take(slots) & NUMBER_MASK == self._numbers.take(turns)
         assert held.all(), "a slot was removed that no queue of the policy holds"
         now = self._clock.stamp
-        learnt = infos[infos >> _LEARNT & 1 == 1]
+        learnt = words[words >> _LEARNT & 1 == 1]
         self._hazards.end(now, _seen(learnt, now), returned=False)
         for number, members in _by_turn(turns, slots):
             self._queues[number].drop(members)
@@ -176,8 +178,8 @@ class TurnsPolicy:
             walk.commit()
         if self._ghosts.fit():
             self._hazards.watch_from(now + 1)
-        infos = self._infos.take(victims)
-        lost = self._ghosts.add(self._tags[victims] * _SPREAD, infos)
+        words = self._words.take(victims)
+        lost = self._ghosts.add(self._tags[victims] * _SPREAD, words)
         self._end_ghosts(lost, now, returned=False)
         return victims
 
@@ -190,7 +192,7 @@ class TurnsPolicy:
         now = self._clock.stamp
         scores = self._hazards.scores
         walks = [
-            _Walk(number, queue, self._infos, now, evictable)
+            _Walk(number, queue, self._words, now, evictable)
             for number, queue in enumerate(self._queues)
             if len(queue)
         ]
@@ -221,9 +223,9 @@ class TurnsPolicy:
         """Of blocks that come in behind the sight's parent."""
         if sight.parent < 0:
             return 1
-        info = int(self._infos[sight.parent])
-        turn, generation = info >> _TURN & 7, info >> _GENERATION & 7
-        same = info >> _REQUEST == sight.request & _REQUEST_MASK
+        word = int(self._words[sight.parent])
+        turn, generation = word >> _TURN & 7, word >> _GENERATION & 7
+        same = word >> _REQUEST == sight.request & _REQUEST_MASK
         brought_by_it = sight.request and same and turn == generation
         return generation if brought_by_it else min(generation + 1, CLASSES)
 
@@ -297,10 +299,10 @@ class _Walk:
     """One queue, read from its old end for victims; `age` is the next one's, -1 at the end."""
 
     def __init__(
-        self, number: int, queue: SlotQueue, infos: Slots, now: int, evictable: Evictable
+        self, number: int, queue: SlotQueue, words: Slots, now: int, evictable: Evictable
     ) -> None:
         self.number = number
-        self._queue, self._infos, self._now, self._evictable = queue, infos, now, evictable
+        self._queue, self._words, self._now, self._evictable = queue, words, now, evictable
         self._pieces: Iterator[tuple[int, Positions, Slots]] | None = None
         self._slots, self._at = NO_SLOTS, 0
         self._taken: list[Slots] = []
@@ -342,7 +344,7 @@ class _Walk:
         self._may_go = self._evictable(self._slots)
 
     def _ages_of(self, slots: Slots) -> Slots:
-        return _ages(self._infos.take(slots), self._now)
+        return _ages(self._words.take(slots), self._now)
 
 
 def _next(walks: list[_Walk], scores: list[list[float]]) -> tuple[_Walk, float, float]:
@@ -371,13 +373,13 @@ def _no_less_than_behind(turns: Slots) -> Slots:
     return raised
 
 
-def _ages(infos: Slots, now: int) -> Slots:
-    ages = now - infos & _STAMP_MASK
+def _ages(words: Slots, now: int) -> Slots:
+    ages = now - words & _STAMP_MASK
     return np.where(ages > _STAMP_MASK >> 1, 0, ages)
 
 
-def _seen(infos: Slots, now: int) -> Seen:
-    return Seen(now - _ages(infos, now), (infos >> _TURN & 7) - 1, infos >> _WEIGHT & 15)
+def _seen(words: Slots, now: int) -> Seen:
+    return Seen(now - _ages(words, now), (words >> _TURN & 7) - 1, words >> _WEIGHT & 15)
 
 
 def _by_turn(turns: Slots, values: Slots) -> Iterator[tuple[int, Slots]]:
