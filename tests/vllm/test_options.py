@@ -104,8 +104,9 @@ def test_a_key_that_is_no_string_is_an_unknown_option() -> None:
 
 @pytest.mark.parametrize("value", [1, 4, "4"])
 def test_vllms_counts_are_taken_as_vllm_takes_them(value: Any) -> None:
-    KvdOptions.from_extra_config({"blocks_per_chunk": value})
-    KvdOptions.from_extra_config({"block_size": value})
+    ours = KvdOptions.from_extra_config({})
+    assert KvdOptions.from_extra_config({"blocks_per_chunk": value}) == ours
+    assert KvdOptions.from_extra_config({"block_size": value}) == ours
 
 
 def test_whole_numbers_are_seconds_too() -> None:

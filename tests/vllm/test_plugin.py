@@ -56,11 +56,17 @@ def test_loading_the_plugin_imports_nothing_of_vllm() -> None:
     ],
 )
 def test_another_vllm_than_we_know_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, factory: Any
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factory: Any
 ) -> None:
     monkeypatch.setattr(plugin, "_find", lambda module, name: factory)
     plugin.register()
+    assert {"KvdConnector is not registered", "KvdOffloadingSpec is not registered"} == {
+        record.getMessage().removeprefix("kvd: ").split(":")[0] for record in caplog.records
+    }
+    caplog.clear()
     monkeypatch.undo()
     monkeypatch.setattr(plugin, "CONNECTOR_FACTORY", "vllm.no_such_module")
     monkeypatch.setattr(plugin, "SPEC_FACTORY", "vllm")
     plugin.register()
+    assert "has no KVConnectorFactory" in caplog.text
+    assert "has no OffloadingSpecFactory" in caplog.text

@@ -155,12 +155,15 @@ def test_the_handshake_of_a_rank_without_a_daemon_says_so_and_what_its_memory_is
     assert shake.kv_layout.startswith("LBHNC")
 
 
-def test_sleep_without_a_daemon_neither_waits_nor_raises(rank: Rank) -> None:
+def test_sleep_without_a_daemon_neither_waits_nor_raises(
+    rank: Rank, caplog: pytest.LogCaptureFixture
+) -> None:
     for _ in range(2):
         rank.worker.unregister_kv_caches()
     for _ in range(2):
         rank.worker.restore_kv_caches()
     rank.worker.unregister_kv_caches()
+    assert "waiting for it" not in caplog.text
 
 
 def test_registering_again_takes_the_new_tensors(rank: Rank) -> None:
