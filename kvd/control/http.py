@@ -48,13 +48,17 @@ def every_address(port: int) -> socket.socket:
     try:
         taken = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     except OSError:  # a kernel without IPv6
-        return _bound(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port)  # noqa: S104
+        return _every_address_of_ipv4(port)
     taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
         return _bound(taken, EVERY_ADDRESS, port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is switched off
             raise
+    return _every_address_of_ipv4(port)
+
+
+def _every_address_of_ipv4(port: int) -> socket.socket:
     return _bound(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port)  # noqa: S104
 
 

@@ -14,7 +14,7 @@ from kvd.core.keys import U64, NamespaceId, RequestId, TenantId
 from kvd.core.model.gone import GoneRing, Recalled
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.slots import READY
-from kvd.core.model.state import Namespace, Scope, State
+from kvd.core.model.state import Namespace, Scope, Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.told import MissedBlock
 from kvd_proto.tags import tags_of
@@ -59,16 +59,17 @@ def requests_told(turn: Turn, event: RequestsTold) -> None:
         recalled.cleared_ns = namespace.cleared_ns
         missed = told.missed
         if missed is not None and missed.group < len(namespace.classes):
-            scope = namespaces.find_scope(state, session, told.account, missed.group)
-            seed = (
-                scope.seed
-                if scope is not None
-                else namespaces.scope_seed(
-                    state, namespace, session.epoch, told.account, missed.group
-                )
-            )
+            seed = _seed_of(state, session, told.account, missed.group)
             recalled.tag = int(tags_of(missed.words, seed)[0])
         share.requests.append(recalled)
+
+
+def _seed_of(state: State, session: Session, account: str, group: int) -> int:
+    scope = namespaces.find_scope(state, session, account, group)
+    if scope is not None:
+        return scope.seed
+    namespace = state.namespace_of(session)
+    return namespaces.scope_seed(state, namespace, session.epoch, account, group)
 
 
 def explain(state: State, request: str, may_see: Callable[[TenantId], bool]) -> list[Explained]:

@@ -82,9 +82,8 @@ class StoreQueue:
         for offer in offers:
             owner = id(offer.request), offer.group
             done = 0 if owner in blocked else self._choose(offer, choice)
-            choice.key_room = max(
-                0, choice.key_room - done
-            )  # blocks passed over count too: simpler, and still a bound
+            # Blocks passed over count too: simpler, and still a bound.
+            choice.key_room = max(0, choice.key_room - done)
             if owner not in blocked:
                 offer.dealt_with(done)
             if done < len(offer.block_hashes):
