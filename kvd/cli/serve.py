@@ -27,7 +27,7 @@ from kvd.control.notify import feed_watchdog, notify
 from kvd.control.registration.gpu_capacity import GpuTerms
 from kvd.control.server import ControlServer, Place, make_directory
 from kvd.control.sessions.session import SessionTerms
-from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable
+from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable, require_group
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
@@ -93,6 +93,7 @@ class Daemon:
         refuse_taken(self.config.companion_socket)
         for path in (self.config.socket, self.config.companion_socket):
             require_bindable(path)
+        require_group(self.config.socket_group)
         async with contextlib.AsyncExitStack() as stack:
             http = HttpServer(self._pages(), status_page.HEADERS)
             if self.config.http_port:

@@ -161,3 +161,10 @@ class HttpServer:
             "",
         )
         return "\r\n".join(lines).encode() + (b"" if method == "HEAD" else content)
+
+
+async def try_to_listen(address: str, port: int) -> None:
+    """OSError, with the settings to change, where a server could not listen there now."""
+    server = HttpServer({})
+    await server.listen(address, port)
+    await server.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import grp
 import logging
 import os
 import socket
@@ -19,6 +20,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from kvd.linux.proc import CAP_CHOWN, own_capabilities
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +34,23 @@ class SocketTaken(Exception):
 
 
 def refuse_taken(companion: Path) -> None:
-    """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's."""
+    """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's.
+
+    OSError, with the setting to change, where this user may not even ask.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(companion))
         except (FileNotFoundError, ConnectionRefusedError):
             return
+        except (TimeoutError, BlockingIOError):
+            pass  # it lives, and has no time to answer
+        except OSError as error:
+            raise OSError(
+                f"uid {os.geteuid()} can't reach {companion} ({error.strerror}): give its directory"
+                " to the daemon's user, or choose another --socket"
+            ) from error
     raise SocketTaken(f"another daemon answers on {companion}; stop it or choose another --socket")
 
 
@@ -111,6 +124,18 @@ def require_bindable(socket_file: Path) -> None:
             raise OSError(
                 f"{socket_file} is there and is no socket: remove it, or choose another --socket"
             )
+
+
+def require_group(name: str) -> None:
+    """OSError, with the fix, where this user may not give the socket files to the group."""
+    if not name or own_capabilities() & CAP_CHOWN:
+        return
+    if grp.getgrnam(name).gr_gid not in {os.getegid(), *os.getgroups()}:
+        raise OSError(
+            f"uid {os.geteuid()} is not in socket_group {name!r}, and can't give it the sockets:"
+            f" put the daemon's user into it (usermod -aG {name} USER), or choose another"
+            " --socket-group"
+        )
 
 
 def unused_name(path: Path) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+CAP_CHOWN = 1 << 0
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -99,6 +100,13 @@ def own_use() -> OwnUse:
     return OwnUse((user + system) / os.sysconf("SC_CLK_TCK"), resident * page, shared * page)
 
 
+def own_capabilities() -> int:
+    """The capabilities that this process may use now, as a mask."""
+    lines = (PROC / "self" / "status").read_text().splitlines()
+    fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return int(fields["CapEff"], 16)
+
+
 def own_descriptors() -> Iterator[int]:
     """Descriptors of this process; they may be others by the next moment."""
     for name in (PROC / "self" / "fd").iterdir():
@@ -110,6 +118,20 @@ def count_own_descriptors() -> int:
     directory = PROC / "self" / "fd"
     # The directory's size is the number of descriptors since Linux 6.2, and 0 before.
     return directory.stat().st_size or sum(1 for _ in directory.iterdir())
+
+
+def locker_of(path: Path) -> int | None:
+    """The process whose flock of the file keeps others out; None where none does, or none is told.
+
+    Asked by nobody's lock: whoever wants it in this moment gets it.
+    """
+    found = path.stat()
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in (PROC / "locks").read_text().splitlines():
+        _number, kind, *rest = line.split()
+        if kind == "FLOCK" and rest[1:2] == ["WRITE"] and rest[3:4] == [device]:
+            return int(rest[2])
+    return None
 
 
 def open_again(fd: int, flags: int) -> int:

@@ -89,15 +89,16 @@ def huge_pages_free(page_bytes: int, root: Path = HUGE_PAGES, *, promised: bool 
 
 def measure(config: PoolConfig) -> SpaceFigures:
     """Figures for the pool of this configuration, whose directories may hold one already."""
-    tables, extents = config.directory, _standing(config.extents_place)
+    tables, extents = standing_of(config.directory), standing_of(config.extents_place)
+    own = config.directory.iterdir() if tables == config.directory else ()
     fs = os.statvfs(tables)
     found = SpaceFigures(
         fs.f_bavail * fs.f_frsize,
-        sum(taken(path) for path in tables.iterdir() if path.is_file() and path.suffix != ".kv"),
+        sum(taken(path) for path in own if path.is_file() and path.suffix != ".kv"),
         sum(taken(path) for path in config.extents_place.glob("*.kv")),
         _memory_available(),
         memory_limit(),
-        standing=(tables / "pool.header").exists(),
+        standing=(config.directory / "pool.header").exists(),
     )
     if tables.stat().st_dev == extents.stat().st_dev:
         return found
@@ -187,7 +188,7 @@ def require_memory_files(config: PoolConfig) -> int:
     PoolError where a directory isn't in memory, unless the operator allowed it, or where its
     files can't hold what they must.
     """
-    kind = filesystem_type(config.directory)
+    kind = filesystem_type(standing_of(config.directory))
     if kind == HUGETLBFS:
         raise PoolError(
             f"pool_directory {config.directory} is on hugetlbfs, whose files can't be written to"
@@ -197,10 +198,10 @@ def require_memory_files(config: PoolConfig) -> int:
     if kind != "tmpfs" and not config.any_filesystem:
         raise PoolError(
             f"{config.directory} is on {kind}, not on tmpfs: the pool would go through a disk."
-            f" Mount one there ({_mount(config)}; huge=within_size for huge pages), give"
+            f" Mount one there ({mount_command(config)}; huge=within_size for huge pages), give"
             " pool_directory a directory on another, or set any_filesystem (--any-filesystem)"
         )
-    place = _standing(config.extents_place)
+    place = standing_of(config.extents_place)
     kind = filesystem_type(place)
     if kind not in {"tmpfs", HUGETLBFS} and not config.any_filesystem:
         raise PoolError(
@@ -219,7 +220,7 @@ def require_memory_files(config: PoolConfig) -> int:
 
 def huge_page(config: PoolConfig) -> int:
     """Size of the huge pages under the extents, 0 where there are none."""
-    place = _standing(config.extents_place)
+    place = standing_of(config.extents_place)
     return os.statvfs(place).f_bsize if filesystem_type(place) == HUGETLBFS else 0
 
 
@@ -234,7 +235,7 @@ def is_shared(directory: Path) -> bool:
         return False
 
 
-def _mount(config: PoolConfig) -> str:
+def mount_command(config: PoolConfig) -> str:
     """The command that makes a tmpfs for the tables and, unless they lie elsewhere, the extents."""
     extents = 0 if config.extents_directory else config.extents * config.extent_bytes
     size = -(-(extents + config.table_bytes + config.reserve_bytes) // (1 << 20))
@@ -243,7 +244,7 @@ def _mount(config: PoolConfig) -> str:
     return f"mount -t tmpfs -o size={size}m,mode=0700{owner} kvd {config.directory}"
 
 
-def _standing(directory: Path) -> Path:
+def standing_of(directory: Path) -> Path:
     """The directory, or the nearest one above it that is there already."""
     while not directory.exists():
         directory = directory.parent

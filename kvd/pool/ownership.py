@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvd.linux.proc import mapped_inodes, start_time_of
+from kvd.linux.proc import locker_of, mapped_inodes, start_time_of
 from kvd.pool import sealed_json
-from kvd.pool.config import PoolError
+from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.extents import Extents
 
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
@@ -31,6 +31,7 @@ _BLANK = b"\n"
 # There is none of this pid, or a thread of another process has it as its number: which of them a
 # kernel says then differs.
 _NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class MoverRecord(NamedTuple):
@@ -56,7 +57,15 @@ def own_pool(path: Path) -> int:
 
     PoolError where another process is.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno not in _CLOSED:
+            raise
+        raise PoolError(
+            f"pool_directory {path.parent} can't be written to ({error.strerror}): mount its file"
+            " system for writing, or name another directory"
+        ) from error
     try:
         if not _locked(fd):
             owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
@@ -70,6 +79,21 @@ def own_pool(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def refuse_owned(config: PoolConfig) -> None:
+    """PoolError where a living daemon has this pool, or its extents. Takes no lock itself."""
+    for place, locked in (
+        (f"pool_directory {config.directory}", config.directory / "lock"),
+        (f"extents_directory {config.extents_place}", config.extents_place),
+    ):
+        with contextlib.suppress(OSError):  # it is not there, or not ours to look at
+            owner = locker_of(locked)
+            if owner is not None:
+                raise PoolError(
+                    f"{place} is owned by another kvd (pid {owner}): stop it, or give this one a"
+                    " directory of its own"
+                )
 
 
 def own_directory(directory: Path) -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
+from kvd.tiers.disk.options import DiskOptions
+from kvd.tiers.mooncake.options import MooncakeOptions
+from kvd.tiers.s3.options import S3Options
 from kvd.tiers.store import OpenStore, TierOptions, TierStore, TierUnusable
+from kvd.tiers.valkey.options import ValkeyOptions
 
 
 def open_disk(options: TierOptions) -> TierStore:
@@ -25,6 +30,21 @@ def open_valkey(options: TierOptions) -> TierStore:
 def open_s3(options: TierOptions) -> TierStore:
     """A store in a bucket of an object store."""
     return _opened("s3", "kvd.tiers.s3.store", "S3Store", options)
+
+
+def check_options(store: str, options: TierOptions) -> None:
+    """TierUnusable, with the option and what it must be, where one of ours can't have these.
+
+    Opens nothing. A site's own stores are not asked: only a process of theirs imports them.
+    """
+    readers: dict[str, Callable[[TierOptions], object]] = {
+        "kvd.tiers.kinds:open_disk": DiskOptions.of,
+        "kvd.tiers.kinds:open_mooncake": MooncakeOptions.of,
+        "kvd.tiers.kinds:open_valkey": ValkeyOptions.of,
+        "kvd.tiers.kinds:open_s3": S3Options.of,
+    }
+    if store in readers:
+        readers[store](options)
 
 
 def _opened(extra: str, module: str, name: str, options: TierOptions) -> TierStore:

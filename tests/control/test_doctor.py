@@ -47,7 +47,7 @@ def place(shared_directory: Path) -> Path:
 def subject(place: Path, system: System = SOUND, **settings: Any) -> Subject:
     """A sound machine and a daemon on it that answers, but for what is given."""
     flags = {"pool_directory": str(place / "pool"), "pool_bytes": "64MiB"} | settings
-    flags = {"socket": str(place / "kvd.sock"), **flags}
+    flags = {"socket": str(place / "kvd.sock"), "http_port": "0", **flags}
     read = config.load(flags, {"KVD_CONFIG": os.devnull})
     return Subject(system, read, pb.StatusResponse(version=OWN_VERSION, state="ready"))
 
@@ -99,7 +99,7 @@ def test_both_commands_tell_each_planted_fault_and_fail(
     system, settings, problem, fix = ON_THE_MACHINE[fault]
     monkeypatch.setattr(System, "read", classmethod(lambda *_: system))
     flags = {"pool_directory": str(place / "pool"), "pool_bytes": "64MiB"} | settings
-    flags |= {"socket": str(place / "kvd.sock")}
+    flags |= {"socket": str(place / "kvd.sock"), "http_port": "0"}
     file = tmp_path / "kvd.toml"
     file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in flags.items()))
     assert main([*command.split(), "--config", str(file)]) == 3
@@ -180,6 +180,7 @@ def test_the_command_has_an_exit_code_for_each_outcome(
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert found["about"] == "settings"
     free = ["--pool-directory", str(place / "pool"), "--socket", str(place / "kvd.sock")]
+    free += ["--http-port", "0"]
     assert main(["serve", "--check", "--pool-bytes", "64MiB", *free]) == 0
     assert list((place / "pool").iterdir()) == []
 

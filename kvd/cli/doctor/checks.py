@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -11,13 +12,23 @@ from pathlib import Path
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.config.settings import Config
 from kvd.control.access.descriptors import COMFORTABLE, LEAST
-from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable
+from kvd.control.http import try_to_listen
+from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable, require_group
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
-from kvd.pool.capacity_check import is_shared, measure, require_memory_files, require_space
+from kvd.pool.capacity_check import (
+    is_shared,
+    measure,
+    mount_command,
+    require_memory_files,
+    require_space,
+    standing_of,
+)
 from kvd.pool.config import PoolConfig, PoolError
+from kvd.pool.ownership import refuse_owned
+from kvd.tiers.kinds import check_options
+from kvd.tiers.store import TierUnusable
 from kvd_proto.v1 import operator_pb2 as pb
 
-MIB = 1 << 20
 FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
 PIDFD_OF_PEERS = (6, 5)
 LEAST_PROCESSORS = 1.0
@@ -59,28 +70,22 @@ class Subject:
 def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
     """The pool's directories: there, in memory, the daemon's alone, and large enough."""
     directory = on.pool.directory
-    if not directory.exists():
-        if on.status is None:
-            yield Diagnosis(
-                "shared memory",
-                f"pool_directory {directory} is not there",
-                f"mount a tmpfs there: mkdir -p {directory} && mount -t tmpfs -o"
-                f" size={on.config.pool_bytes * 29 // 28 // MIB + 64}m,mode=0700 kvd {directory}",
-            )
-        return
-    if not directory.is_dir():
-        fix = "name a directory as pool_directory"
-        yield Diagnosis("shared memory", f"pool_directory {directory} is no directory", fix)
-        return
     try:
-        if on.status is None:  # a daemon that runs has found its place good enough
-            require_memory_files(on.pool)
-        if on.before_start:
-            require_own(Wanted("pool_directory", directory))
-        if on.status is None and os.access(directory, os.R_OK | os.X_OK):
-            require_space(on.pool, measure(on.pool))
-    except (PoolError, NotTrustedError, OSError) as error:
+        if not directory.exists():
+            yield from _absent(on)
+            return
+        if not directory.is_dir():
+            fix = "name a directory as pool_directory"
+            yield Diagnosis("shared memory", f"pool_directory {directory} is no directory", fix)
+            return
+        _require_place(on)
+    except (PoolError, NotTrustedError) as error:
         yield _said("shared memory", error)
+        return
+    except OSError as error:
+        problem = f"pool_directory {directory} can't be used by uid {os.geteuid()}"
+        fix = "name a directory that the daemon's user may write to, or ask as that user"
+        yield Diagnosis("shared memory", f"{problem}: {error.strerror}", fix)
         return
     if is_shared(directory):
         yield Diagnosis(
@@ -91,12 +96,60 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
         )
 
 
+def _require_place(on: Subject) -> None:
+    """The directory is there: PoolError, NotTrustedError or OSError where it won't do."""
+    directory = on.pool.directory
+    # A daemon that runs has found its place good enough.
+    is_measured = on.status is None and os.access(directory, os.R_OK | os.X_OK)
+    if is_measured:
+        require_memory_files(on.pool)
+    if on.before_start:
+        require_own(Wanted("pool_directory", directory))
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PoolError(
+                f"pool_directory {directory} can't be written to: mount its file system for"
+                " writing, or name another directory"
+            )
+        if not _is_answered(on):  # else it is that daemon's
+            refuse_owned(on.pool)
+    if is_measured:
+        require_space(on.pool, measure(on.pool))
+
+
+def _absent(on: Subject) -> Iterator[Diagnosis]:
+    """The daemon makes a directory that is not there, where it can and where memory is."""
+    if on.status is not None:
+        return
+    pool = on.pool
+    above = standing_of(pool.directory)
+    problem = f"pool_directory {pool.directory} is not there"
+    fix = f"mount a tmpfs there: mkdir -p {pool.directory} && {mount_command(pool)}"
+    if on.before_start and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        problem += f", and uid {os.geteuid()} can't make it in {above}"
+        yield Diagnosis("shared memory", problem, fix)
+        return
+    try:
+        require_memory_files(pool)
+    except PoolError:
+        yield Diagnosis("shared memory", problem, fix)
+        return
+    try:
+        require_space(pool, measure(pool))
+    except PoolError as error:
+        yield _said("shared memory", error)
+
+
 def _said(about: str, error: Exception) -> Diagnosis:
     """What the daemon would say at its start; its fix comes last."""
     said = str(error)
-    parts = said.partition(". ") if ". " in said else said.rpartition(": ")
-    problem, fix = (parts[0], parts[2]) if parts[0] else (said, "docs/configuration.md")
-    return Diagnosis(about, problem, fix)
+    if isinstance(error, OSError) and error.filename:
+        problem = f"{error.filename} can't be used by uid {os.geteuid()}: {error.strerror}"
+        return Diagnosis(about, problem, "name another place, or ask as the daemon's user")
+    for mark in (". ", "; ", ": "):
+        problem, _, fix = said.partition(mark) if mark == ". " else said.rpartition(mark)
+        if problem and fix:
+            return Diagnosis(about, problem, fix)
+    return Diagnosis(about, said, "docs/configuration.md")
 
 
 def _socket(on: Subject) -> Iterator[Diagnosis]:
@@ -104,10 +157,16 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
     config, directory = on.config, on.config.socket.parent
     if on.before_start:
         try:
-            if directory.exists():
+            above = standing_of(directory)
+            if above != directory:
+                if not os.access(above, os.W_OK | os.X_OK):
+                    problem = f"uid {os.geteuid()} can't make the socket's directory {directory}"
+                    yield Diagnosis("socket", problem, "have it made, or choose another --socket")
+            else:
                 refuse_taken(config.companion_socket)
                 require_bindable(config.socket)
                 require_bindable(config.companion_socket)
+            require_group(config.socket_group)
         except (SocketTaken, OSError) as error:
             yield _said("socket", error)
         return
@@ -133,6 +192,38 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             f"nobody answers on {config.socket}: {on.why_no_answer or 'no reason was given'}",
             "look at the daemon's log (journalctl -u kvd) and start it again",
         )
+
+
+def _is_answered(on: Subject) -> bool:
+    """Whether a daemon answers on the socket that another is to have."""
+    try:
+        refuse_taken(on.config.companion_socket)
+    except SocketTaken:
+        return True
+    except OSError:  # said of the socket
+        return False
+    return False
+
+
+def _pages(on: Subject) -> Iterator[Diagnosis]:
+    """Whether the HTTP pages could be served where they are to be."""
+    config = on.config
+    if not on.before_start or not config.http_port or _is_answered(on):
+        return
+    try:
+        asyncio.run(try_to_listen(config.http_address, config.http_port))
+    except OSError as error:
+        yield _said("HTTP", error)
+
+
+def _tiers(on: Subject) -> Iterator[Diagnosis]:
+    """Whether kvd's own stores would take their options. A tier that can't start serves nothing."""
+    for at, rule in enumerate(on.config.tiers if on.before_start else ()):
+        try:
+            check_options(rule.store, rule.options)
+        except TierUnusable as error:
+            problem = f"tier {rule.name} could not start: {error}"
+            yield Diagnosis("tiers", problem, f"correct options of tiers[{at}] (docs/tiers.md)")
 
 
 def _owner(path: Path) -> str:
@@ -269,13 +360,16 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
             yield Diagnosis("daemon", f"ranks of {session.engine_id} copy slower", note, False)
     for tier in status.tiers:
         if not tier.serving:
-            problem = f"tier {tier.name} is not served: {tier.problem}"
+            why = tier.problem or "its process is being started"
+            problem = f"tier {tier.name} is not served: {why}"
             yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Diagnosis]], ...] = (
     _socket,
     _shared_memory,
+    _pages,
+    _tiers,
     _processes,
     _machine,
     _nodes,

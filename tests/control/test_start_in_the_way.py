@@ -1,0 +1,204 @@
+"""What keeps a daemon from starting is named with its fix, by the start and by its check alike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvd.__main__ import main
+from tests.control.running_daemon import daemon
+from tests.ports import free_port
+
+OUTSIDER = 65534  # nobody
+# All that is imported later lies where an outsider may not look.
+SERVE = """
+import encodings.idna, os, sys
+import kvd.cli.serve, kvd.cli.doctor.command
+from kvd.__main__ import main
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+checked = main(["serve", "--check", *sys.argv[1:]])
+print("START", flush=True)
+started = main(["serve", *sys.argv[1:]])
+sys.exit(10 * checked + started)
+"""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+def as_outsider(*words: str) -> tuple[int, str, str]:
+    """Both exit codes, in one number, and what the check and what the start said."""
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    checked, _, started = done.stdout.partition("START")
+    return done.returncode, checked, started
+
+
+@pytest.fixture
+def open_place(shared_directory: Path) -> Path:
+    """A directory that everybody may enter, with a pool and a socket's directory of nobody's."""
+    shared_directory.chmod(0o755)
+    for name in ("pool", "run"):
+        made = shared_directory / name
+        made.mkdir(mode=0o700)
+        os.chown(made, OUTSIDER, OUTSIDER)
+    return shared_directory
+
+
+def socket_is_roots(place: Path, _flags: dict[str, str]) -> None:
+    """As /run/kvd is, where the daemon is another user's."""
+    (place / "run").chmod(0o750)
+    os.chown(place / "run", 0, 0)
+
+
+def socket_has_no_place(place: Path, flags: dict[str, str]) -> None:
+    flags["--socket"] = str(place / "none" / "kvd.sock")
+
+
+def group_is_roots(_place: Path, flags: dict[str, str]) -> None:
+    flags["--socket-group"] = "root"
+
+
+def pool_is_roots(place: Path, _flags: dict[str, str]) -> None:
+    os.chown(place / "pool", 0, 0)
+
+
+def pool_cannot_be_made(place: Path, flags: dict[str, str]) -> None:
+    flags["--pool-directory"] = str(place / "none")
+
+
+def pool_is_behind_a_wall(place: Path, flags: dict[str, str]) -> None:
+    (place / "wall").mkdir(mode=0o700)
+    flags["--pool-directory"] = str(place / "wall" / "pool")
+
+
+def pool_is_closed_for_writing(place: Path, _flags: dict[str, str]) -> None:
+    (place / "pool").chmod(0o500)
+
+
+def port_is_roots(_place: Path, flags: dict[str, str]) -> None:
+    flags["--http-port"] = "80"
+
+
+IN_THE_WAY: dict[Callable[[Path, dict[str, str]], None], tuple[str, str]] = {
+    socket_is_roots: ("{place}/run/kvd.sock.companion (Permission denied)", "another --socket"),
+    socket_has_no_place: ("the socket's directory {place}/none", "choose another --socket"),
+    group_is_roots: ("is not in socket_group 'root'", "usermod -aG root"),
+    pool_is_roots: ("pool_directory {place}/pool is not safe", "or name another"),
+    pool_cannot_be_made: ("pool_directory {place}/none", ""),
+    pool_is_behind_a_wall: ("pool_directory {place}/wall/pool can't be used", "name a directory"),
+    pool_is_closed_for_writing: ("pool_directory {place}/pool can't be written to", "or name"),
+    port_is_roots: ("http_port 80", "choose another --http-port"),
+}
+
+
+@needs_root
+@pytest.mark.parametrize("stand", IN_THE_WAY, ids=lambda stand: stand.__name__)
+def test_another_user_hears_what_is_in_the_way(
+    open_place: Path, stand: Callable[[Path, dict[str, str]], None]
+) -> None:
+    flags = {
+        "--pool-directory": str(open_place / "pool"),
+        "--socket": str(open_place / "run" / "kvd.sock"),
+        "--pool-bytes": "64MiB",
+        "--http-port": "0",
+        "--config": os.devnull,
+    }
+    stand(open_place, flags)
+    words = [word for pair in flags.items() for word in pair]
+    status, *both = as_outsider(*words)
+    assert status == 31, both  # 3: faults found; 1: it did not start
+    problem, fix = IN_THE_WAY[stand]
+    for said in both:
+        assert problem.format(place=open_place) in said
+        assert fix in said
+
+
+def check(*words: str) -> int:
+    return main(["serve", "--check", "--config", os.devnull, "--pool-bytes", "64MiB", *words])
+
+
+@pytest.fixture
+def place(shared_directory: Path) -> list[str]:
+    return [
+        "--socket",
+        str(shared_directory / "kvd.sock"),
+        "--pool-directory",
+        str(shared_directory / "new"),
+    ]
+
+
+def test_a_pool_that_the_daemon_would_make_is_no_fault(
+    place: list[str], shared_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(*place, "--http-port", "0") == 0, capsys.readouterr().out
+    assert list(shared_directory.iterdir()) == []
+
+
+def test_a_pool_that_would_be_made_must_fit(
+    place: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(*place, "--http-port", "0", "--pool-bytes", "7TiB") == 3
+    assert "enlarge it" in capsys.readouterr().out
+
+
+def test_an_http_port_that_is_taken_is_told(
+    place: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)):
+        assert check(*place, "--http-port", str(port)) == 3
+    said = capsys.readouterr().out
+    assert f"http_port {port}" in said
+    assert "address already in use" in said
+    assert check(*place, "--http-port", str(port)) == 0
+
+
+def test_a_pool_of_another_daemon_is_told_and_not_disturbed(
+    place: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon() as running:
+        pool = str(running.pool)
+        words = [*place[:2], "--pool-directory", pool, "--http-port", "0"]
+        assert check(*words) == 3
+        said = capsys.readouterr().out
+        assert f"pool_directory {pool} is owned by another kvd (pid {running.process.pid})" in said
+        # On its own socket the daemon itself is what is in the way, once.
+        assert check("--socket", running.socket, *words[2:]) == 3
+        said = capsys.readouterr().out
+        assert "another daemon answers" in said
+        assert "owned by another kvd" not in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("disk", '{directory = "/x"}', "directory: no such option"),
+        ("disk", '{directories = ["/x"]}', "directory_bytes: is needed"),
+        ("mooncake", "{}", "master: is needed"),
+        ("valkey", '{addresses = "a"}', "addresses: 'a' is not"),
+        ("s3", '{bucket = "ab", retries = 99}', "retries: 99 is not"),
+    ],
+)
+def test_options_that_a_tier_would_not_take_are_told(
+    place: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    options: str,
+    said: str,
+) -> None:
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'[[tiers]]\nname = "below"\nkind = "{kind}"\noptions = {options}\n')
+    words = ["serve", "--check", "--pool-bytes", "64MiB", "--http-port", "0", *place]
+    assert main([*words, "--config", str(file)]) == 3
+    assert f"tier below could not start: {said}" in capsys.readouterr().out
