@@ -126,7 +126,7 @@ class Tiers:
         for place, rule in enumerate(self._rules):
             tier = TierId(place)
             files, summed = self._pool.extent_files, self._pool.payload_checksums
-            config = TierConfig(tier, rule.store, rule.options, files, summed)
+            config = TierConfig(tier, rule.store, rule.options, files, summed, rule.name)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
         for name in self._pool.generations.unsettled():
             self._unsettle(name)

@@ -376,7 +376,7 @@ def serve(control_fd: int, parent: int) -> None:
     control = ChannelToControl(socket.socket(fileno=control_fd))
     config = frames.unpack_config(control.receive_first(TierFrame.CONFIGURE))
     calls.name_process(f"kvd-tier-{config.tier}")
-    introduce(f"tier {config.tier}")
+    introduce(config.title)
     opened = open_store(config)
     if isinstance(opened, TierRefusal):
         control.send(TierFrame.REFUSED, frames.pack_refusal(opened))

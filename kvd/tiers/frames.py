@@ -112,6 +112,12 @@ class TierConfig:
     options: TierOptions
     extents: ExtentFiles
     checksums: bool = False
+    name: str = ""  # the operator's for it
+
+    @property
+    def title(self) -> str:
+        """What logs call it."""
+        return f"tier {self.name or self.tier}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +235,12 @@ def unpack_config(body: bytes) -> TierConfig:
     extents = ExtentFiles(Path(place["directory"]), place["inode"], place["extent_bytes"])
     checksums = bool(fields["checksums"])
     return TierConfig(
-        TierId(fields["tier"]), fields["store"], fields["options"], extents, checksums
+        TierId(fields["tier"]),
+        fields["store"],
+        fields["options"],
+        extents,
+        checksums,
+        str(fields["name"]),
     )
 
 

@@ -122,7 +122,7 @@ class TierKeeper:
             stopping.add(asyncio.ensure_future(self.process.stop()))
         _, left = await asyncio.wait(stopping, timeout=CLOSE_S)
         if left:
-            log.warning("tier %d: its process can't be ended now", self._config.tier)
+            log.warning("%s: its process can't be ended now", self._config.title)
             return False
         if self.stage is not KeeperStage.CLOSED:
             self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.CLOSED)
@@ -149,7 +149,7 @@ class TierKeeper:
         self._ended = asyncio.get_running_loop().create_future()
         self.process = process
         self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.SERVING)
-        log.info("tier %d serves (pid %d)", self._config.tier, process.pid)
+        log.info("%s serves (pid %d)", self._config.title, process.pid)
         self._listener.tier_started(self._config.tier, process)
         await asyncio.shield(self._ended)
         return asyncio.get_running_loop().time() - began
@@ -157,7 +157,7 @@ class TierKeeper:
     def _wait_after(self, reason: str) -> None:
         known = reason == self.reason or self._task.done()  # said at an earlier try; wanted
         said = log.debug if known else log.warning
-        said("tier %d: %s", self._config.tier, reason)
+        said("%s: %s", self._config.title, reason)
         self.reason = reason
         self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.WAITING)
 
@@ -167,12 +167,12 @@ class TierKeeper:
         """Note it for the pool's next owner, or let it not begin."""
         self._records.record_mover(pid, start_time)
 
-    def process_ended(self, tier: TierId, pid: int) -> None:
+    def process_ended(self, tier: TierId, pid: int) -> None:  # noqa: ARG002
         """Nobody has to end it any more."""
         try:
             self._records.forget_mover(pid)
         except OSError:  # the next owner looks at the process and finds that it is another
-            log.exception("tier %d (pid %d) ended and stays noted", tier, pid)
+            log.exception("%s (pid %d) ended and stays noted", self._config.title, pid)
 
     def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
         self._listener.order_ended(tier, answer)

@@ -197,6 +197,7 @@ async def test_a_store_that_can_not_be_opened_is_tried_again_and_complained_of_o
             await until(lambda: heard.launches > 3)
             assert not heard.started
             assert sum("not yet" in line for line in caplog.messages) == 1
+            assert "tier below: it does not start: not yet" in caplog.text
             r.sign("open")
             await until(lambda: heard.started)
             assert heard.started[0].exists(r.next_order(), keys(1), soon())

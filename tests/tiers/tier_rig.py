@@ -133,7 +133,7 @@ class TierRig:
 
     def config(self, store: str = MEMORY, **options: str | float | bool) -> TierConfig:
         wanted: TierOptions = {"signs": str(self.signs), **options}
-        return TierConfig(TierId(3), store, wanted, self.files)
+        return TierConfig(TierId(3), store, wanted, self.files, name="below")
 
     async def start(
         self,
