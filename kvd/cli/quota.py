@@ -10,7 +10,7 @@ import click
 from kvd.cli.calls import Link, linked
 from kvd.cli.options import WORDS, daemon_options
 from kvd.cli.printing import show_json, show_lines, size, table
-from kvd.config.values import parse_size
+from kvd.config.values import read_quota
 from kvd_proto.v1 import operator_pb2 as pb
 
 
@@ -46,7 +46,7 @@ def _read(text: str, pool_bytes: int) -> int:
     if text == "none":
         return 0
     try:
-        return parse_size(text, lambda: pool_bytes)
+        return read_quota(text, pool_bytes)
     except ValueError as error:
         raise click.UsageError(f"{text!r} must be {error}, or none") from None
 

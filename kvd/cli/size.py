@@ -79,7 +79,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
     except OSError as error:
-        raise Failure(f"{file} can't be read: {error.strerror}", EXIT_MISUSED) from None
+        said = f"{file} can't be read: {error.strerror}"
+        if isinstance(error, FileNotFoundError):  # a name on the hub, as engines take
+            said += "; MODEL is a config.json on this machine, or the folder that has it"
+        raise Failure(said, EXIT_MISUSED) from None
     except (ValueError, RecursionError) as error:
         raise Failure(f"{file} is no JSON: {error}", EXIT_MISUSED) from None
     if not isinstance(found, dict):

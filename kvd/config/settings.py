@@ -20,7 +20,6 @@ from kvd.config.tiers import REUSE, TierFieldError, TierRule, read_tiers
 from kvd.config.values import (
     number,
     one_of,
-    parse_size,
     read_address,
     read_checksums,
     read_extent_size,
@@ -29,6 +28,7 @@ from kvd.config.values import (
     read_mode,
     read_optional_path,
     read_path,
+    read_quota,
     read_size,
     read_socket_path,
     read_switch,
@@ -431,16 +431,23 @@ def _tenants(written: Any, pool_bytes: int) -> tuple[TenantRule, ...]:
     return tuple(_tenant(name, rule, pool_bytes) for name, rule in written.items())
 
 
+_TENANT_KEYS = ("uids", "gids", "quota")
+
+
 def _tenant(name: str, rule: Any, pool_bytes: int) -> TenantRule:
     where = f"tenants.{name}"
-    if not isinstance(rule, dict) or not rule.keys() <= {"uids", "gids", "quota"}:
-        raise ConfigError(f"{where} may have uids, gids and quota, nothing else")
+    if not isinstance(rule, dict):
+        raise ConfigError(f"{where} must be a table: [tenants.{name}]")
+    for key in rule:
+        if key not in _TENANT_KEYS:
+            known = ", ".join(_TENANT_KEYS)
+            raise ConfigError(f"{where} has an unknown key {key!r}; known: {known}")
     if not name or len(name.encode()) > 256:
         raise ConfigError(f"{where}: a tenant's name has 1 to 256 bytes")
     readers: dict[str, Callable[[Any], Any]] = {
         "uids": read_uids,
         "gids": read_uids,
-        "quota": lambda v: parse_size(v, lambda: pool_bytes),
+        "quota": lambda v: read_quota(v, pool_bytes),
     }
     values: dict[str, Any] = {"uids": (), "gids": (), "quota": 0}
     for field, given in rule.items():
@@ -451,8 +458,6 @@ def _tenant(name: str, rule: Any, pool_bytes: int) -> TenantRule:
     uids, gids, quota = values["uids"], values["gids"], values["quota"]
     if not uids and not gids:
         raise ConfigError(f"{where} covers nobody; give uids or gids")
-    if quota < 0:
-        raise ConfigError(f"{where}.quota is negative; 0 means none")
     return TenantRule(TenantId(name), frozenset(uids), frozenset(gids), quota)
 
 

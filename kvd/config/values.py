@@ -15,14 +15,9 @@ from typing import Any
 from kvd.linux import proc
 from kvd.linux.control_groups import memory_limit
 from kvd.pool.config import Checksums
+from kvd.tiers.options import UNITS
 
-_UNITS = {
-    "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "kib": 1 << 10,
-    "m": 10**6, "mb": 10**6, "mib": 1 << 20,
-    "g": 10**9, "gb": 10**9, "gib": 1 << 30,
-    "t": 10**12, "tb": 10**12, "tib": 1 << 40,
-}  # fmt: skip
+LEAST_QUOTA_BYTES = 4096  # no block takes less
 MOST_SIZE_BYTES = 1 << 62
 HIGHEST_PORT = 65535
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
@@ -40,9 +35,19 @@ def parse_size(value: Any, whole: Callable[[], int]) -> int:
         if not 0 < number <= 100:
             raise ValueError("a share over 0% and up to 100%")
         return int(whole() * number / 100)
-    if unit not in _UNITS:
+    if unit not in UNITS:
         raise ValueError("a size in B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
-    return _countable(number * _UNITS[unit])
+    return _countable(number * UNITS[unit])
+
+
+def read_quota(value: Any, pool_bytes: int) -> int:
+    """Bytes of a hard quota, 0 for none."""
+    quota = parse_size(value, lambda: pool_bytes)
+    if quota < 0 or 0 < quota < LEAST_QUOTA_BYTES:
+        raise ValueError(
+            'a size of 4KiB or more, for no block is smaller; 0 for none; or a share such as "25%"'
+        )
+    return quota
 
 
 def _countable(size: float) -> int:

@@ -148,7 +148,8 @@ class HttpServer:
         if method not in ("GET", "HEAD"):
             status, kind, content = 405, TEXT, b"only GET\n"
         elif page is None:
-            status, kind, content = 404, TEXT, b"not here\n"
+            there = " ".join(sorted(self._pages))
+            status, kind, content = 404, TEXT, f"not here; there are {there}\n".encode()
         else:
             status, kind, content = page()
         lines = (

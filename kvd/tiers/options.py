@@ -11,8 +11,15 @@ from kvd.tiers.store import OptionValue, TierOptions, TierUnusable
 
 # Gives the value as the store wants it. ValueError: what it must be.
 Reader = Callable[[OptionValue], Any]
-_SIZE = re.compile(r"(\d+)\s*(?:([KMGT])i?B?)?")
-_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+# Of every size in the configuration, in small letters.
+UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 1 << 10,
+    "m": 10**6, "mb": 10**6, "mib": 1 << 20,
+    "g": 10**9, "gb": 10**9, "gib": 1 << 30,
+    "t": 10**12, "tb": 10**12, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)")
 
 
 def read_options(
@@ -81,14 +88,22 @@ def seconds(least: float, most: float) -> Reader:
     return read
 
 
+def bytes_of(given: OptionValue) -> int | None:
+    """Bytes from a whole number, or from "4MiB"; None where it is no size."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return given
+    match = _SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
+    if match is None or match[2].lower() not in UNITS:
+        return None
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
 def size(least: int, most: int) -> Reader:
     """A whole number of bytes, or one with a unit: 4MiB."""
 
     def read(given: OptionValue) -> int:
-        match = _SIZE.fullmatch(str(given).strip())
-        plain = isinstance(given, int | str) and not isinstance(given, bool)
-        value = int(match[1]) * _UNITS[match[2]] if match and plain else -1
-        if not least <= value <= most:
+        value = bytes_of(given)
+        if value is None or not least <= value <= most:
             raise ValueError(f"a size from {least} to {most} bytes, such as 4MiB")
         return value
 

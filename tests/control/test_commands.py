@@ -136,6 +136,7 @@ def test_a_quota_is_set_and_shown(
         (["quota", "nobody", "1GiB"], 4),
         (["quota", "nobody"], 2),
         (["quota", "nobody", "much"], 2),
+        (["quota", "default", "25"], 2),  # a share without its sign would clear the tenant
         (["drain", "--wait", "601"], 2),
         (["clear", "--namespace", "0"], 2),
         (["status", "--every", "0"], 2),

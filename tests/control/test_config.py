@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,20 @@ def test_tenants_have_users_and_quotas(write) -> None:  # type: ignore[no-untype
 def test_an_impossible_tenant_is_refused(write, text: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="tenants"):
         load(file=write(text))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("users = [1]", "unknown key 'users'; known: uids, gids, quota"),
+        ('quota = "25"', "tenants.acme.quota is '25'; it must be a size of 4KiB or more"),
+        ("quota = 4095", '"25%"'),
+    ],
+    ids=["key", "percent forgotten", "less than a block"],
+)
+def test_a_tenants_mistake_is_named_with_what_would_do(write, line: str, said: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(file=write(f"[tenants.acme]\nuids = [1]\n{line}\n"))
 
 
 def test_printed_names_are_toml_whatever_is_in_them(write) -> None:  # type: ignore[no-untyped-def]

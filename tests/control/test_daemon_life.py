@@ -145,6 +145,9 @@ def test_health_pages_answer_and_others_do_not(running: RunningDaemon) -> None:
     assert get("/readyz") == (200, "ready\n")
     assert get("/debug/pprof")[0] == 404
     with socket.create_connection(("127.0.0.1", PORT), 5) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert b"there are /healthz /metrics /readyz /status " in raw.makefile("rb").read()
+    with socket.create_connection(("127.0.0.1", PORT), 5) as raw:
         raw.sendall(b"POST /metrics HTTP/1.1\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 405")
     with socket.create_connection(("127.0.0.1", PORT), 5) as raw:

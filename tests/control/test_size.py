@@ -118,3 +118,8 @@ def test_the_curve_of_a_daemon_says_what_more_memory_gives(
     assert "80.0 GiB  75.0%      +25.0%" in shown
     assert main(["size", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["curve"]["uses"] == 1000
+
+
+def test_a_models_name_on_the_hub_is_told_from_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["size", "Qwen/Qwen3-0.6B", "--tokens", "1000"]) == 2
+    assert "MODEL is a config.json on this machine" in capsys.readouterr().err
