@@ -19,6 +19,15 @@ from kvd_proto.v1 import companion_pb2
 
 MAX_DESCRIPTORS = 8  # received and not taken yet; a message has four at most
 _LENGTH = struct.Struct("<I")
+# What an engine's operator has most likely forgotten, for the line in its log.
+_FIXES: dict[type[OSError], str] = {
+    PermissionError: (
+        "this user must be in the group that owns the socket (usermod -aG, --group-add,"
+        " supplementalGroups)"
+    ),
+    FileNotFoundError: "no daemon runs there, or its directory is not mounted here",
+    ConnectionRefusedError: "the daemon that made it is gone",
+}
 
 
 class CompanionRefused(Exception):
@@ -41,9 +50,12 @@ class CompanionSocket:
         self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(f"{socket_path}.companion")
-        except OSError:
+        except OSError as error:
             self._socket.close()
-            raise
+            fix = _FIXES.get(type(error))
+            if fix is None:
+                raise
+            raise type(error)(error.errno, f"{error.strerror}; {fix}") from error
 
     def fileno(self) -> int:
         return self._socket.fileno()
