@@ -143,6 +143,9 @@ def command(**flags: Any) -> int:
     """
     given = SimpleNamespace(**flags)
     if given.model is None:
+        for flag, value in (("--tokens", given.tokens), ("--pool-bytes", given.pool_bytes)):
+            if value is not None:
+                raise click.UsageError(f"{flag} needs MODEL: a config.json, or its folder")
         return _of_daemon(given)
     config = _read(given.model)
     dtype = _dtype(config, given.kv_dtype)

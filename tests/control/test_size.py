@@ -123,3 +123,11 @@ def test_the_curve_of_a_daemon_says_what_more_memory_gives(
 def test_a_models_name_on_the_hub_is_told_from_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["size", "Qwen/Qwen3-0.6B", "--tokens", "1000"]) == 2
     assert "MODEL is a config.json on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--pool-bytes"])
+def test_what_only_a_model_answers_is_not_answered_by_a_daemon(
+    capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert main(["size", flag, "1000000"]) == 2
+    assert f"{flag} needs MODEL" in capsys.readouterr().err
