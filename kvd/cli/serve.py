@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -80,6 +81,7 @@ class Daemon:
         self._has_pool = False
         self._control: ControlServer | None = None  # once it serves
         self._reload_wanted = False
+        self._reloading: asyncio.Future[None] | None = None
 
     @property
     def config(self) -> Config:
@@ -121,7 +123,8 @@ class Daemon:
             ]
             if self.config.http_port and self.config.status_page:
                 sampling = asyncio.ensure_future(self._status_page.keep(self._sources(control)))
-                sampling.add_done_callback(_tell_of_end)
+                end = partial(_tell_of_end, "the status page gets no more figures")
+                sampling.add_done_callback(end)
                 tasks.append(sampling)
             settle_memory()
             self._ready(control)
@@ -129,6 +132,8 @@ class Daemon:
                 await self._serve(tasks)
                 await self._drain(control, driving=tasks[0])
             finally:
+                if self._reloading is not None:
+                    tasks.append(self._reloading)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -282,10 +287,20 @@ class Daemon:
         self._stop.set()
 
     def _told_to_reload(self) -> None:
-        if self._control is None:
-            self._reload_wanted = True  # once it serves
-        elif not self._stop.is_set():
-            self._reloader.reload(self._control)
+        self._reload_wanted = True
+        control = self._control
+        if control is None or self._stop.is_set() or self._reloading is not None:
+            return  # once it serves; never; after the one under way
+        self._reloading = asyncio.ensure_future(self._reload(control))
+        self._reloading.add_done_callback(partial(_tell_of_end, "a reload ended half-way"))
+
+    async def _reload(self, control: ControlServer) -> None:
+        try:
+            while self._reload_wanted:
+                self._reload_wanted = False
+                await self._reloader.reload(control)
+        finally:
+            self._reloading = None
 
     def _toggle_debug(self) -> None:
         level = logs.toggle_debug(self.config.log_level)
@@ -442,11 +457,10 @@ def _require_going_on(driving: asyncio.Future[Any]) -> None:
     _exit_broken(AssertionError("the driver ended"))
 
 
-def _tell_of_end(task: asyncio.Future[Any]) -> None:
+def _tell_of_end(message: str, task: asyncio.Future[Any]) -> None:
     """What ends a task that nobody waits for is an error of the loop's, and told as such."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        said = {"message": "the status page gets no more figures", "exception": error}
-        task.get_loop().call_exception_handler(said)
+        task.get_loop().call_exception_handler({"message": message, "exception": error})
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:  # noqa: ARG001

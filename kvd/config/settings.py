@@ -302,6 +302,7 @@ SETTINGS: tuple[Setting, ...] = (
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 _TABLES = ("tenants", "tiers")  # keys of the file that are no settings
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
+MAX_TENANTS = 4096  # each is in every snapshot of figures, and in an operator's status
 
 
 # Kubernetes sets these for a Service whose name begins with kvd.
@@ -428,6 +429,10 @@ def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
 def _tenants(written: Any, pool_bytes: int) -> tuple[TenantRule, ...]:
     if not isinstance(written, dict):
         raise ConfigError("tenants must be tables such as [tenants.acme]")
+    if len(written) > MAX_TENANTS:
+        raise ConfigError(
+            f"tenants has {len(written)} tables; at most {MAX_TENANTS}: let users share tenants"
+        )
     return tuple(_tenant(name, rule, pool_bytes) for name, rule in written.items())
 
 

@@ -66,7 +66,7 @@ class Namespaces:
         """
         known = NamespaceId(namespace)
         tenant = self.fields(known).get("tenant")
-        if tenant is None or tenant not in self._tenants.tenants_of(peer):
+        if tenant is None or not self._tenants.belongs(peer, tenant):
             raise UnknownNamespace(f"there is no namespace {namespace}", "namespace_id")
         try:
             return self._driver.pool.page_fd(known)

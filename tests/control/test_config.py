@@ -115,6 +115,14 @@ def test_a_number_of_the_file_that_is_too_large_is_refused(write, name: str) -> 
         load(file=write(f"{name} = {HUGE}\n"))
 
 
+def test_more_tenants_than_one_status_can_name_are_refused(write) -> None:  # type: ignore[no-untyped-def]
+    most = settings.MAX_TENANTS
+    tables = [f"[tenants.t{n}]\nuids = [{n}]\n" for n in range(most + 1)]
+    assert len(load(file=write("".join(tables[:most]))).tenants) == most
+    with pytest.raises(ConfigError, match=f"tenants has {most + 1} tables; at most {most}"):
+        load(file=write("".join(tables)))
+
+
 def test_an_unknown_key_of_the_file_is_refused_with_the_known_ones(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=r"pool_size.*known:.*pool_bytes"):
         load(file=write('pool_size = "4GiB"\n'))

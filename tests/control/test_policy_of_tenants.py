@@ -67,3 +67,29 @@ def test_a_user_that_two_tenants_share_is_not_isolated() -> None:
     assert TenantPolicy(by_user).isolated(1)
     assert not TenantPolicy((*by_user, TenantRule(TenantId("c"), frozenset({3})))).isolated(3)
     assert not TenantPolicy(by_user).isolated(0)
+
+
+def test_no_question_walks_over_thousands_of_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = TenantPolicy([TenantRule(TenantId(f"t{n}"), frozenset({n})) for n in range(4096)])
+    asked: list[TenantRule] = []
+    covers = TenantRule.covers
+
+    def counted(rule: TenantRule, uid: int, gid: int) -> bool:
+        asked.append(rule)
+        return covers(rule, uid, gid)
+
+    monkeypatch.setattr(TenantRule, "covers", counted)
+    user = peer(4000, 4000)
+    for rule in policy.rules:
+        assert policy.may_see(user, rule.tenant) == (rule.tenant == "t4000")
+    assert policy.tenant_of(user, "") == "t4000"
+    assert policy.isolated(4000)
+    assert len(asked) <= len(policy.rules)
+
+
+def test_a_tenant_that_has_no_rule_is_nobodys() -> None:
+    policy = TenantPolicy(RULES)
+    assert not policy.belongs(peer(1001, 50), "gone")
+    assert policy.belongs(peer(7, 50), "beta")
+    assert TenantPolicy().belongs(peer(7), "default")
+    assert not TenantPolicy().belongs(peer(7), "acme")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvd.cli.reload import CHANGEABLE
-from kvd.config import SETTINGS
+from kvd.cli.reload import CHANGEABLE, QUOTA_UNITS, Reloader
+from kvd.config import SETTINGS, Config, load
+from kvd.control.access.tenants import TenantPolicy
+from kvd.core.events import QuotaSet
+from kvd.runtime.turns import UNITS_AT_ONCE, FairQueue
 from kvd_proto.v1 import engine_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -227,6 +235,58 @@ def test_under_nohup_a_hangup_is_ignored() -> None:
         assert DONE not in running.log.read_text()
     finally:
         running.remove()
+
+
+class CountingDriver:
+    """Takes events; knows between how many turns of the loop they came."""
+
+    def __init__(self) -> None:
+        self.turns = FairQueue()
+        self.long_work = self
+        self.quotas: dict[str, int] = {}
+
+    def next_token(self) -> int:
+        return 1
+
+    def call(self, event: QuotaSet) -> None:
+        self.quotas[event.tenant] = event.quota_bytes
+
+
+def of_tenants(quota: str) -> str:
+    return "".join(f'[tenants.t{n}]\nuids = [{n}]\nquota = "{quota}"\n' for n in range(1000))
+
+
+async def test_others_have_their_turns_while_thousands_of_quotas_change(tmp_path: Path) -> None:
+    file = tmp_path / "kvd.toml"
+
+    def read() -> Config:
+        assert threading.current_thread() is not threading.main_thread(), "the loop waits"
+        return load({"config": str(file)}, {})
+
+    file.write_text(of_tenants("1MiB"))
+    reloader = Reloader(load({"config": str(file)}, {}), read)
+    file.write_text(of_tenants("2MiB"))
+    driver, rooms = CountingDriver(), SimpleNamespace(end_other_tenants=list)
+    control: Any = SimpleNamespace(driver=driver, tenants=TenantPolicy(), rooms=rooms)
+    reloading = asyncio.ensure_future(reloader.reload(control))
+    seen: set[int] = set()
+    while not reloading.done():
+        await asyncio.sleep(0)
+        seen.add(len(driver.quotas))
+    reloading.result()
+    assert set(driver.quotas.values()) == {2 << 20}
+    most_at_once = max(b - a for a, b in itertools.pairwise(sorted(seen)))
+    assert most_at_once <= UNITS_AT_ONCE // QUOTA_UNITS
+
+
+def test_a_reload_that_comes_during_another_is_done_after_it(running: Configured) -> None:
+    """The last file counts, whatever was being read when it came."""
+    for mebibytes in range(1, 30):
+        running.file.write_text(
+            f'[tenants.acme]\ngids = [{os.getgid()}]\nquota = "{mebibytes}MiB"\n'
+        )
+        os.kill(running.pid, signal.SIGHUP)
+    wait_until(lambda: quotas(running) == {"acme": 29 << 20})
 
 
 def test_settings_that_may_change_are_settings() -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvd.cli.status import ask
+from kvd.config.settings import MAX_TENANTS
+from kvd.control.access.peers import Credentials, Peer, Role
+from kvd.control.access.tenants import TenantPolicy
 from kvd.control.services import status as control_status
+from kvd.core.keys import TenantId
+from kvd.core.upkeep.statistics import TenantFigures
+from kvd.runtime.told_lookups import ToldLookups
+from kvd.runtime.turns import UNITS_AT_ONCE, FairQueue, Pace
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (
@@ -88,6 +96,27 @@ async def test_page_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> N
     assert (len(told), more) == (4, True)
     told, more = await page([1, 2], tell, NoPace(), 1)
     assert (len(told), more) == (2, False)
+
+
+async def test_others_have_their_turns_while_thousands_of_tenants_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is a message of its own, and an operator hears of all."""
+    figures = [TenantFigures(TenantId(f"t{n}"), n, 0, 0, 0, 0) for n in range(MAX_TENANTS)]
+    turns, told = FairQueue(), ToldLookups(lambda _: True)
+    monkeypatch.setattr(control_status.StatusReport, "__init__", lambda _self: None)
+    report: Any = control_status.StatusReport()  # type: ignore[call-arg]
+    report._told = told
+    user = Peer(Credentials(0, 0, 1, None), Role.TOOL, "test", lambda *_: None)
+    telling = asyncio.ensure_future(
+        report._tenants(user, TenantPolicy(), figures, Pace(turns, user.uid))
+    )
+    others = 0
+    while not telling.done():
+        await asyncio.sleep(0)
+        others += 1
+    assert [each.bytes_used for each in telling.result()] == list(range(MAX_TENANTS))
+    assert others >= MAX_TENANTS / UNITS_AT_ONCE
 
 
 def test_group_of_many_shards_fits_a_page() -> None:

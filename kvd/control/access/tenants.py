@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 
 from kvd.config.tenant_rule import TenantRule
@@ -19,6 +20,9 @@ class TenantPolicy:
     Without rules every user who may open the socket is the one tenant "default". With rules a
     user belongs to the tenants that they name, and to no other. Root and the daemon's own user
     operate, and so do the users named as operators. Without `root`, root must be named like others.
+
+    There may be thousands of rules, and answers ask about each tenant, namespace and session: no
+    question walks over the rules.
     """
 
     def __init__(
@@ -29,6 +33,16 @@ class TenantPolicy:
     def replace(self, rules: Sequence[TenantRule], operators: Sequence[int], *, root: bool) -> None:
         """From now on these hold."""
         self.rules = tuple(rules)
+        self._by_tenant = {rule.tenant: rule for rule in self.rules}
+        # Places of rules in the order of the rules.
+        self._by_uid: dict[int, list[int]] = defaultdict(list)
+        self._by_gid: dict[int, list[int]] = defaultdict(list)
+        for place, rule in enumerate(self.rules):
+            for uid in rule.uids:
+                self._by_uid[uid].append(place)
+            for gid in rule.gids:
+                self._by_gid[gid].append(place)
+        self._rules_by_group = sum(1 for rule in self.rules if rule.gids)
         own = {0, os.getuid()} if root else {os.getuid()} - {0}
         self._operators = frozenset(own | set(operators))
 
@@ -37,7 +51,15 @@ class TenantPolicy:
         if not self.rules:
             return [TenantId(DEFAULT_TENANT)]
         uid, gid = peer.credentials.uid, peer.credentials.gid
-        return [rule.tenant for rule in self.rules if rule.covers(uid, gid)]
+        places = {*self._by_uid.get(uid, ()), *self._by_gid.get(gid, ())}
+        return [self.rules[place].tenant for place in sorted(places)]
+
+    def belongs(self, peer: Peer, tenant: str) -> bool:
+        """Whether the caller may use this tenant."""
+        if not self.rules:
+            return tenant == DEFAULT_TENANT
+        rule = self._by_tenant.get(TenantId(tenant))
+        return rule is not None and rule.covers(peer.credentials.uid, peer.credentials.gid)
 
     def tenant_of(self, peer: Peer, wanted: str) -> TenantId:
         """The tenant that the caller asks for, or its default; PermissionDenied otherwise."""
@@ -59,7 +81,7 @@ class TenantPolicy:
 
     def may_see(self, peer: Peer, tenant: TenantId) -> bool:
         """True for the caller's own tenants, and for operators."""
-        return tenant in self.tenants_of(peer) or self.operates(peer)
+        return self.operates(peer) or self.belongs(peer, tenant)
 
     def operates(self, peer: Peer) -> bool:
         """True where the caller may do what concerns everyone."""
@@ -80,4 +102,5 @@ class TenantPolicy:
         if uid in (0, os.getuid()):
             return False
         # A rule by group may cover this user too, so it counts as shared.
-        return sum(1 for rule in self.rules if uid in rule.uids or rule.gids) <= 1
+        by_user = sum(1 for place in self._by_uid.get(uid, ()) if not self.rules[place].gids)
+        return by_user + self._rules_by_group <= 1

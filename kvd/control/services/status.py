@@ -16,7 +16,12 @@ from kvd.control.registration.rendezvous import Rendezvous
 from kvd.control.sessions.session import SessionContext
 from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
-from kvd.core.upkeep.statistics import NamespaceFigures, SessionFigures, Statistics
+from kvd.core.upkeep.statistics import (
+    NamespaceFigures,
+    SessionFigures,
+    Statistics,
+    TenantFigures,
+)
 from kvd.mover.facts import MoverFacts
 from kvd.pool.pool import Pool
 from kvd.runtime.driver import Driver
@@ -26,7 +31,7 @@ from kvd.runtime.turns import Pace
 from kvd_proto.v1 import operator_pb2 as pb
 
 MAX_PAGE = 256  # sessions, and namespaces, in one answer
-SESSION_UNITS, NAMESPACE_UNITS = 16, 64  # of a pace
+TENANT_UNITS, SESSION_UNITS, NAMESPACE_UNITS = 1, 16, 64  # of a pace
 MAX_PAGE_BYTES = 1 << 20  # of either; the last one may pass it
 Figures = TypeVar("Figures", SessionFigures, NamespaceFigures)
 Told = TypeVar("Told", pb.SessionStatus, pb.NamespaceStatus)
@@ -113,19 +118,6 @@ class StatusReport:
             uptime_seconds=time.monotonic() - self._began,
             state="draining" if now.draining else "ready",
             pool=_pool(now, place, self._driver.pool),
-            tenants=[
-                pb.TenantStatus(
-                    tenant=t.tenant,
-                    bytes_used=t.used_bytes,
-                    quota_bytes=t.quota_bytes,
-                    bytes_leased=t.leased_bytes,
-                    bytes_reserved=t.reserved_bytes,
-                    bytes_evictable=t.evictable_bytes,
-                    lookups=_lookups(self._told.of_tenant(t.tenant)),
-                )
-                for t in now.tenants
-                if tenants.may_see(peer, t.tenant)
-            ],
             policy=_policy(self._driver.machine.config.policy, now.policies),
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
@@ -136,6 +128,7 @@ class StatusReport:
             blocks_loaded=now.counters.loaded,
             curve=_curve(now) if tenants.user_operates(peer.uid) else None,
         )
+        status.tenants.extend(await self._tenants(peer, tenants, now.tenants, pace))
         sessions.sort(key=lambda s: s.session)
         page_of_sessions, status.more_sessions = await _page(
             sessions, self._session, pace, SESSION_UNITS
@@ -146,6 +139,27 @@ class StatusReport:
         )
         status.namespaces.extend(page)
         return status
+
+    async def _tenants(
+        self, peer: Peer, tenants: TenantPolicy, figures: Sequence[TenantFigures], pace: Pace
+    ) -> list[pb.TenantStatus]:
+        told = []
+        for each in figures:
+            await pace.spend(TENANT_UNITS)
+            if tenants.may_see(peer, each.tenant):
+                told.append(self._tenant(each))
+        return told
+
+    def _tenant(self, figures: TenantFigures) -> pb.TenantStatus:
+        return pb.TenantStatus(
+            tenant=figures.tenant,
+            bytes_used=figures.used_bytes,
+            quota_bytes=figures.quota_bytes,
+            bytes_leased=figures.leased_bytes,
+            bytes_reserved=figures.reserved_bytes,
+            bytes_evictable=figures.evictable_bytes,
+            lookups=_lookups(self._told.of_tenant(figures.tenant)),
+        )
 
     async def namespaces(self, peer: Peer, after: int) -> tuple[list[pb.NamespaceStatus], bool]:
         """A page of the namespaces that the caller may see, and whether there are more."""

@@ -256,7 +256,7 @@ class SessionContext:
         lost = [
             live
             for live in self.sessions.by_id.values()
-            if live.spec.tenant not in self.tenants.tenants_of(live.peer)
+            if not self.tenants.belongs(live.peer, live.spec.tenant)
         ]
         for live in lost:
             sink = self.driver.sessions[live.id].sink

@@ -26,6 +26,8 @@ class Occupancy:
 
 
 class TenantFigures(NamedTuple):  # there may be thousands
+    """What is shown of one tenant."""
+
     tenant: TenantId
     used_bytes: int
     quota_bytes: int  # 0 = no quota
