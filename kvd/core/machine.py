@@ -164,7 +164,7 @@ class Machine:
     def resident(
         self, namespace: NamespaceId, *, with_tiers: bool = False
     ) -> Iterator[list[ResidentBlocks]]:
-        """Every readable block, in pieces of RESIDENT_SLOTS slots.
+        """Every readable block, in pieces of RESIDENT_SLOTS slots, of which none may be readable.
 
         `with_tiers`: also which of them tiers hold, as far as watchers were told.
 
@@ -172,14 +172,11 @@ class Machine:
         came to a place that was read before, or left one that was not yet, is not named.
         """
         for owner, slots in self._readable(namespace, RESIDENT_SLOTS):
-            if len(slots):
-                yield self._named(owner, slots, None) + [
-                    named
-                    for tier in (self.state.below.tiers if with_tiers else ())
-                    for named in self._named(
-                        owner, residence.told(self.state, tier, slots), tier.tier
-                    )
-                ]
+            yield self._named(owner, slots, None) + [
+                named
+                for tier in (self.state.below.tiers if with_tiers else ())
+                for named in self._named(owner, residence.told(self.state, tier, slots), tier.tier)
+            ]
 
     def terms_of(self, tier: TierId) -> TierTerms:
         """What is settled of a tier."""

@@ -109,7 +109,10 @@ def change_of(
 
 
 def resident_changes(machine: Machine, wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
-    """Every readable block that is wanted, as if it had just been stored; in pieces."""
+    """Every readable block that is wanted, as if it had just been stored; in pieces.
+
+    There may be none in a piece: others have a turn after each.
+    """
     for number in machine.namespaces():
         tenant = machine.tenant_of(number)
         if tenant is None or not wanted.namespaces(tenant, number):
@@ -171,12 +174,14 @@ class EventLog:
                 continue
             if cursor == self.sequence:
                 await self._wait_for_news()
+                await self._turns.let_others_in(user)  # one change wakes every watcher
                 continue
             delivery = self._tail_delivery(cursor, wanted)
             cursor = delivery.sequence
             yield delivery
             del delivery
-            await self._turns.let_others_in(user)
+            if cursor < self.sequence:
+                await self._turns.let_others_in(user)
 
     @property
     def _first_kept(self) -> int:
@@ -209,9 +214,9 @@ class EventLog:
         began = self.sequence
         last: tuple[Change, ...] = ()  # held back: it may be the snapshot's end
         for changes in self._snapshot(wanted):
-            if last:
+            if changes and last:
                 yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
-            last = changes
+            last = changes or last
             del changes
             await self._turns.let_others_in(user)
         cursor = began

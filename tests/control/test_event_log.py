@@ -146,6 +146,41 @@ async def test_changes_while_a_snapshot_is_taken_stand_in_it_behind_its_pieces()
     assert [d.sequence for d in deliveries] == [1, 1, 1, 2]
 
 
+async def test_pieces_without_blocks_are_no_deliveries_and_lose_none() -> None:
+    """Nothing is readable of rows that were cleared, however many there are."""
+    pieces: list[tuple[Change, ...]] = [(), (change(1),), (), (), (change(2),), ()]
+    log = EventLog(INCARNATION, lambda _: iter(pieces), FairQueue())
+    found = await take(log.watch(None, ALL), 2)
+    assert first_words(found) == [1, 2]
+    assert [each.snapshot_end for each in found] == [False, True]
+    log = EventLog(INCARNATION, lambda _: iter([(), ()]), FairQueue())
+    (only,) = await take(log.watch(None, ALL), 1)
+    assert (only.changes, only.snapshot_end) == ((), True)
+
+
+async def test_watchers_whom_one_change_wakes_take_turns() -> None:
+    log = EventLog(INCARNATION, lambda _: iter([]), FairQueue())
+    heard: list[int] = []
+
+    async def watch(number: int) -> None:
+        async for delivery in log.watch((INCARNATION, 0), ALL, number % 4):
+            heard.append(number)
+            if delivery.sequence == 3:
+                return
+
+    watchers = [asyncio.ensure_future(watch(number)) for number in range(64)]
+    await asyncio.sleep(0)
+    most = 0
+    for number in range(3):
+        log.append(change(number))
+        while len(heard) < 64 * (number + 1):
+            before = len(heard)
+            await asyncio.sleep(0)
+            most = max(most, len(heard) - before)
+    await asyncio.gather(*watchers)
+    assert most == 1
+
+
 async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.jobs import waiters
 from kvd.core.keys import NamespaceId, SessionId
+from kvd.core.machine import RESIDENT_SLOTS
 from kvd.core.model import backlog
 from tests.core.bench import SECOND, Bench, context, done, keys, only, small, spec
 from tests.core.replaying import replay
@@ -43,8 +44,18 @@ def test_nothing_is_found_before_anything_was_given_up() -> None:
     assert not only(made, act.WriteFree)
     assert not done(made)
     assert bench.statuses(range(MANY)) == "M" * MANY
-    assert list(bench.machine.resident(NamespaceId(1))) == []
+    assert not any(bench.machine.resident(NamespaceId(1)))
     assert bench.machine.statistics().slots.ready == MANY
+
+
+def test_who_reads_what_is_resident_has_a_pause_for_so_many_slots_that_hold_nothing() -> None:
+    bench = stocked()
+    begun(bench)
+    while bench.machine.has_work():
+        bench.feed(ev.WorkContinued())
+    pieces = list(bench.machine.resident(NamespaceId(1)))
+    assert not any(pieces)
+    assert len(pieces) * RESIDENT_SLOTS >= bench.machine.statistics().slots.free >= MANY
 
 
 def test_blocks_are_given_up_a_few_in_each_event_and_the_answer_comes_last() -> None:
