@@ -107,6 +107,7 @@ class ControlServer:
             self.peers,
             self.namespaces.page_of,
             tenants.user_operates,
+            self.rooms.ends,
         )
         report = StatusReport(driver, self.engines, self.namespaces, self.common)
         self.operator = OperatorServicer(

@@ -78,6 +78,32 @@ class FairQueue:
         return True
 
 
+class EndsInTurn:
+    """Ends of clients, one at a time with turns of the loop between them; users take turns.
+
+    Each takes a millisecond or two, and with a process all that it had open ends at once.
+    """
+
+    def __init__(self, turns: FairQueue) -> None:
+        self._turns = turns
+        self._waiting: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()
+
+    def put(self, user: Hashable, end: Callable[[], None]) -> None:
+        """Have something of this user's ended soon."""
+        if not self._waiting:
+            self._turns.do_in_turn(self._end_next)
+        self._waiting.setdefault(user, deque()).append(end)
+
+    def _end_next(self) -> None:
+        user, ends = self._waiting.popitem(last=False)
+        end = ends.popleft()
+        if ends:
+            self._waiting[user] = ends  # behind the other users
+        if self._waiting:
+            self._turns.do_in_turn(self._end_next)  # behind what others have to say
+        end()
+
+
 class Pace:
     """Lets others in when one call has done much without a pause.
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
 import pytest
 
-from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Role
+from kvd.control.access.companion import CompanionServer
+from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Peers, Role
 from kvd.core.errors import LimitExceeded
+from kvd.runtime.turns import EndsInTurn, FairQueue
+from tests.control.test_companion_socket import HELLO
 
 
 def test_a_connection_registers_only_so_often() -> None:
@@ -15,3 +23,25 @@ def test_a_connection_registers_only_so_often() -> None:
     peer.registrations.add(MAX_REGISTRATIONS)
     with pytest.raises(LimitExceeded):
         peer.require_registration()
+
+
+async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -> None:
+    """As those of one process that is killed: each end takes a millisecond or two."""
+    peers, path = Peers(), str(tmp_path / "companion")
+    ends = EndsInTurn(FairQueue())
+    server = CompanionServer(peers, lambda _peer, _number: -1, lambda _uid: True, ends)
+    server.listen(path, 0o600)
+    with contextlib.ExitStack() as clients:
+        for _ in range(20):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.connect(path)
+            client.sendall(HELLO)
+        while len(peers) < 20:  # noqa: ASYNC110 - it lets the server go on
+            await asyncio.sleep(0)
+    most = 0
+    while peers:
+        before = len(peers)
+        await asyncio.sleep(0)
+        most = max(most, before - len(peers))
+    server.close()
+    assert most == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue, Pace
+from kvd.runtime.turns import TURNS_BETWEEN_PIECES, EndsInTurn, FairQueue, Pace
 
 PIECES = 12
 
@@ -136,3 +136,29 @@ def test_what_breaks_in_its_turn_stops_nobody_else() -> None:
         return done
 
     assert sorted(asyncio.run(run())) == ["a"] * PIECES + ["next"]
+
+
+def test_ends_of_clients_come_one_by_one_and_users_take_turns() -> None:
+    async def run() -> tuple[list[str], int, list[str]]:
+        turns = FairQueue()
+        ends = EndsInTurn(turns)
+        done: list[str] = []
+        said: list[str] = []
+        for _ in range(20):
+            ends.put("greedy", lambda: done.append("greedy"))
+        ends.put("other", lambda: done.append("other"))
+        turns.do_in_turn(lambda: said.append(f"after {len(done)}"))
+        most = 0
+        while len(done) < 21:
+            before = len(done)
+            await asyncio.sleep(0)
+            most = max(most, len(done) - before)
+        ends.put("greedy", lambda: done.append("late"))
+        while done[-1] != "late":  # noqa: ASYNC110 - it goes on after it was idle
+            await asyncio.sleep(0)
+        return done, most, said
+
+    done, most, said = asyncio.run(run())
+    assert done == ["greedy", "other", *["greedy"] * 19, "late"]
+    assert most == 1
+    assert said == ["after 1"], "what movers say waits for one end only"

@@ -25,6 +25,7 @@ from kvd.control.access import descriptors
 from kvd.control.access.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
 from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
 from kvd.core.shares import Bound, Shares
+from kvd.runtime.turns import EndsInTurn
 from kvd_proto.limits import MAX_COMPANION_BYTES
 from kvd_proto.v1 import companion_pb2 as pb
 
@@ -57,10 +58,12 @@ class CompanionServer:
         peers: Peers,
         page_of: PageOf,
         operates: Callable[[int], bool],
+        ends: EndsInTurn,
     ) -> None:
         self.peers = peers
         self.page_of = page_of
         self.operates = operates
+        self.ends = ends
         self.strangers = Shares(
             Bound(
                 "connections that have not said hello",
@@ -154,6 +157,7 @@ class CompanionConnection:
         self._fds: deque[int] = deque()
         self._unsent: deque[tuple[memoryview, list[int]]] = deque()
         self._hello_timer: asyncio.TimerHandle | None = None
+        self._ending = False  # its client is gone
         self._closed = False
 
     def start(self) -> None:
@@ -184,11 +188,11 @@ class CompanionConnection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            self.close()
+            self._end_in_turn()
             return
         self._keep_fds(ancillary)
         if not received:
-            self.close()
+            self._end_in_turn()
             return
         if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_PENDING_FDS:
             self._refuse_and_close("more descriptors than messages that name them")
@@ -291,7 +295,7 @@ class CompanionConnection:
 
         LimitExceeded, and nothing was sent, where they can't be.
         """
-        if self._closed:
+        if self._closed or self._ending:
             return
         if len(self._unsent) >= MAX_UNSENT_MESSAGES:
             log.warning(
@@ -339,7 +343,21 @@ class CompanionConnection:
 
     def _process_ended(self) -> None:
         # A child that inherited the connection may hold it open; the process is gone all the same.
-        self.close()
+        self._end_in_turn()
+
+    def _end_in_turn(self) -> None:
+        """Its client is gone: nothing comes any more, and its peer ends soon."""
+        if self._ending or self._closed:
+            return
+        self._ending = True
+        self._stop_looking()
+        self._server.ends.put(self._user, self.close)
+
+    def _stop_looking(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        if self._peer is not None and self._peer.credentials.pidfd is not None:
+            self._loop.remove_reader(self._peer.credentials.pidfd)
 
     def close(self) -> None:
         """End the connection and its peer. Once."""
@@ -349,8 +367,7 @@ class CompanionConnection:
         self._give_share_back()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
-        self._loop.remove_reader(self._socket.fileno())
-        self._loop.remove_writer(self._socket.fileno())
+        self._stop_looking()
         self._socket.close()
         for fd in self._fds:
             os.close(fd)
@@ -362,9 +379,8 @@ class CompanionConnection:
         if peer is not None:
             pidfd = peer.credentials.pidfd
             how = "closed its connection"
-            if pidfd is not None:
-                self._loop.remove_reader(pidfd)
-                how = "ended" if has_ended(pidfd) else how
+            if pidfd is not None and has_ended(pidfd):
+                how = "ended"
             log.log(
                 _level_for(peer.role),
                 "peer %s pid=%d %s",

@@ -35,6 +35,7 @@ from kvd.core.spec import NamespaceSpec
 from kvd.runtime.driver import Driver
 from kvd.runtime.recorder import Recorder
 from kvd.runtime.told_lookups import ToldLookups
+from kvd.runtime.turns import EndsInTurn
 from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -246,6 +247,7 @@ class SessionContext:
         self.told_lookups = ToldLookups(driver.machine.knows)
         self.recorder = Recorder(self._tell_recording)
         self.verbs = Verbs(driver, self.told_lookups, self.recorder)
+        self.ends = EndsInTurn(driver.turns)
         self.departures = EngineExitWatcher(driver)
         self.draining = False
         self.count_refusal: Callable[[str], None] = lambda _reason: None
@@ -304,11 +306,15 @@ class SessionContext:
             elif tasks[3].done():
                 why = "its client reads too slowly"
         finally:
-            peer.forget(gone)
-            session.end(why)
+            self.ends.put(peer.uid, partial(self._end, session, gone, why))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await session.on_end.wait()
+
+    def _end(self, session: SchedulerSession, gone: Callable[[], None], why: str) -> None:
+        session.live.peer.forget(gone)
+        session.end(why)
 
     async def _open(self, message: pb.OpenSession, peer: Peer) -> SchedulerSession:
         """Open, or raise with nothing changed."""
