@@ -31,6 +31,7 @@ from kvd_proto.limits import MAX_GROUPS
 CHORES = (
     "copies",
     "leases",
+    "requests of sessions that are over",
     "leases that expired",
     "copies that are late",
     "clears",

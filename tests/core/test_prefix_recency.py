@@ -12,7 +12,7 @@ from kvd.core import events as ev
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.claims import prefix
 from kvd.core.events import LeaseMode
-from kvd.core.keys import U64, RequestId, SessionId, Slots, TenantId
+from kvd.core.keys import U64, MoverId, RequestId, SessionId, Slots, TenantId
 from kvd.core.policy import LruPolicy, Sight, TurnsPolicy
 from kvd.core.policy.base import UNKNOWN
 from tests.core.bench import Bench, context, engine_blocks, keys, only, small
@@ -272,6 +272,29 @@ def test_what_is_remembered_of_requests_that_never_end_is_bounded(
     bench.leave(1)
     bench.leave(2)
     assert tenant.remembered.blocks == 0
+
+
+def test_requests_of_a_session_that_is_over_go_some_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A session may have 4,096, whose memory takes ten milliseconds to give back."""
+    monkeypatch.setattr(prefix, "FORGOTTEN_AT_ONCE", 3)
+    bench = small(extents=8)
+    bench.open(1)
+    state = bench.machine.state
+    for first in range(0, 60, 6):
+        bench.stored(range(first, first + 6))
+    remembered = state.sessions[SessionId(1)].prefixes
+    assert len(remembered) == 10
+    bench.close(1)
+    bench.feed(ev.MoverGone(MoverId(100), "killed"))
+    assert SessionId(1) not in state.sessions
+    left = [len(remembered)]
+    while bench.machine.has_work():
+        bench.feed(ev.WorkContinued())
+        left.append(len(remembered))
+    assert left == [10, 7, 4, 1, 0]
+    assert not state.backlog.forgotten
 
 
 def test_a_long_prompt_is_not_renewed_with_every_small_piece(

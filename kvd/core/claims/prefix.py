@@ -32,6 +32,7 @@ MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is no
 MAX_SESSION_BLOCKS = 524_288
 MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
 ENDED_BLOCKS_AT_ONCE = 16_384  # of ended requests, in one event, but for those of the last scope
+FORGOTTEN_AT_ONCE = 512  # requests of a session that is over: to free each takes microseconds
 # A request is renewed once it has grown by this part since it last was, a short one always: so
 # each of its blocks is renewed some eight times, however long its prompt and small its pieces.
 GROWTH = 8
@@ -103,10 +104,21 @@ def _end_in(turn: Turn, prefix: Prefix, number: ScopeId) -> int:
     return prefix.drop(number)
 
 
-def forget_all(session: Session) -> None:
+def forget_all(state: State, session: Session) -> None:
     """The session is over, and no job is left that could add to what its requests have used."""
     session.remembered.add(-session.remembered.blocks)
-    session.prefixes.clear()
+    left, session.prefixes = session.prefixes, {}
+    if len(left) > FORGOTTEN_AT_ONCE:
+        state.backlog.forgotten.append(left)
+
+
+def let_some_go(turn: Turn) -> None:
+    """Give back the memory of some requests of sessions that are over."""
+    queue = turn.state.backlog.forgotten
+    for _ in range(min(FORGOTTEN_AT_ONCE, len(queue[0]))):
+        queue[0].popitem()
+    if not queue[0]:
+        queue.popleft()
 
 
 def note(state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:

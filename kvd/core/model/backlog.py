@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.keys import NamespaceId, RowId, ScopeId, SessionId, TenantId
-from kvd.core.model.job import Transfer
+from kvd.core.keys import NamespaceId, RequestId, RowId, ScopeId, SessionId, TenantId
+from kvd.core.model.job import Prefix, Transfer
 from kvd.core.model.leases import Lease
 
 LEASES_AT_ONCE = 32
@@ -82,12 +82,13 @@ class Backlog:
     transfers: deque[CalledOff] = field(default_factory=deque)
     clears: dict[NamespaceId, Clear] = field(default_factory=dict)
     shrinks: dict[TenantId, Shrink] = field(default_factory=dict)
+    forgotten: deque[dict[RequestId, Prefix]] = field(default_factory=deque)  # nobody's any more
     has_expired: bool = False  # leases that have not ended yet
     has_late: bool = False  # perhaps: transfers past a deadline that nothing was done about
     turn: int = 0  # which kind comes next
 
     def __bool__(self) -> bool:
-        some = self.leases or self.transfers or self.clears or self.shrinks
+        some = self.leases or self.transfers or self.clears or self.shrinks or self.forgotten
         return bool(some or self.has_expired or self.has_late)
 
     def has_ends_of(self, session: SessionId) -> bool:

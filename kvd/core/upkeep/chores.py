@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.claims import lease
+from kvd.core.claims import lease, prefix
 from kvd.core.jobs import transfer
 from kvd.core.model import backlog
 from kvd.core.model.state import State
@@ -32,6 +32,7 @@ def go_on(turn: Turn) -> None:
     todo = (  # in the order of their turns
         (bool(state.backlog.transfers), _call_off),
         (bool(state.backlog.leases), _unclaim),
+        (bool(state.backlog.forgotten), prefix.let_some_go),
         (state.backlog.has_expired, lease.expire_leases),
         (state.backlog.has_late, deadlines.enforce),
         (bool(state.backlog.clears), clear.go_on),

@@ -134,7 +134,7 @@ def wind_up(turn: Turn, session: Session) -> None:
         session.move(SessionState.FORGOTTEN)
         del state.sessions[session.session]
         row_rights.session_went(state, session)
-        prefix.forget_all(session)
+        prefix.forget_all(state, session)
         expiry.leave(turn, session, departed=departed)
 
 
