@@ -107,7 +107,7 @@ class ControlServer:
             self.peers,
             self.namespaces.page_of,
             tenants.user_operates,
-            self.rooms.ends,
+            self.common.ends,
         )
         report = StatusReport(driver, self.engines, self.namespaces, self.common)
         self.operator = OperatorServicer(

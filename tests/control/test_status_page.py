@@ -9,6 +9,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPMessage
 from itertools import pairwise
 from pathlib import Path
@@ -205,7 +206,7 @@ async def test_samples_that_end_by_an_error_are_told() -> None:
     sampling = asyncio.ensure_future(
         StatusPage("1").keep(Sources(broken, lambda: (), lambda: (), lambda: "ready"))
     )
-    sampling.add_done_callback(_tell_of_end)
+    sampling.add_done_callback(partial(_tell_of_end, "the status page"))
     await asyncio.wait([sampling])
     await asyncio.sleep(0)
     assert [str(error) for error in told] == ["an invariant"]

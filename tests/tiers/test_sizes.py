@@ -25,5 +25,7 @@ def test_a_disk_of_500_gb_is_asked_for_no_more() -> None:
 @pytest.mark.parametrize("given", ["", "GiB", "-1", "1XB", "60%", "1e9", True, 0.5, ["1GiB"]])
 def test_what_is_no_size_is_refused(given: str | bool | float | list[str]) -> None:
     assert bytes_of(given) is None
-    with pytest.raises(TierUnusable, match=r"directory_bytes: .* is not a size from .* such as 4MiB"):
+    with pytest.raises(
+        TierUnusable, match=r"directory_bytes: .* is not a size from .* such as 4MiB"
+    ):
         DiskOptions.of({"directories": ["/data"], "directory_bytes": given})
