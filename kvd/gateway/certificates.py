@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import ssl
+import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ log = logging.getLogger(__name__)
 
 COMMON_NAME = "x509_common_name"  # as gRPC names them in a call's auth context
 ALTERNATIVE_NAME = "x509_subject_alternative_name"
+MAX_PEM_BYTES = 1 << 20  # of one file; a distribution's bundle of all authorities has a fifth
 
 
 class CertificateError(Exception):
@@ -33,21 +37,30 @@ class CertificateFiles:
     def read(self) -> CertificateContents:
         """What they hold; CertificateError where TLS could not be spoken with it."""
         contents = CertificateContents(*(_read(flag, path) for flag, path in self._named()))
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.certificate, self.key, password=_no_password)
-        except (ssl.SSLError, ValueError) as error:
-            raise CertificateError(
-                f"--certificate {self.certificate} and --key {self.key} are no certificate in PEM"
-                f" with its own key, without a password: {error}"
-            ) from None
-        try:
-            context.load_verify_locations(self.authority)
-        except ssl.SSLError as error:
-            raise CertificateError(
-                f"--authority {self.authority} has no certificate in PEM: {error}"
-            ) from None
+            self._require_usable(contents)
+        except OSError as error:  # of the copies that are checked
+            raise CertificateError(f"certificates can't be checked: {error.strerror}") from None
         return contents
+
+    def _require_usable(self, contents: CertificateContents) -> None:
+        """Of what was read: the files may hold something else by now."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with _as_file(contents.certificate) as certificate, _as_file(contents.key) as key:
+            try:
+                context.load_cert_chain(certificate, key, password=_no_password)
+            except (ssl.SSLError, ValueError) as error:
+                raise CertificateError(
+                    f"--certificate {self.certificate} and --key {self.key} are no certificate in"
+                    f" PEM with its own key, without a password: {error}"
+                ) from None
+        with _as_file(contents.authority) as authority:
+            try:
+                context.load_verify_locations(authority)
+            except ssl.SSLError as error:
+                raise CertificateError(
+                    f"--authority {self.authority} has no certificate in PEM: {error}"
+                ) from None
 
     def state(self) -> tuple[tuple[int, int, int], ...]:
         """Changes whenever one of the files is replaced or written; CertificateError."""
@@ -83,10 +96,30 @@ def _state(flag: str, path: Path) -> tuple[int, int, int]:
 
 
 def _read(flag: str, path: Path) -> bytes:
+    """All of a plain file: a pipe would be waited for, and with it every new connection."""
     try:
-        return path.read_bytes()
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CertificateError(f"{flag} {path} is no plain file; name one")
+            content = file.read(MAX_PEM_BYTES + 1)
     except OSError as error:
         raise CertificateError(f"{flag} {path} can't be read: {error.strerror}") from None
+    if len(content) > MAX_PEM_BYTES:
+        raise CertificateError(
+            f"{flag} {path} has more than {MAX_PEM_BYTES} bytes; name a file in PEM that has less"
+        )
+    return content
+
+
+@contextlib.contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """The name of a file in memory with this content: OpenSSL reads keys from files alone."""
+    fd = os.memfd_create("kvd-pem", os.MFD_CLOEXEC)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{fd}"
 
 
 class Renewal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import grpc
 import pytest
 
 from kvd.gateway import server
-from kvd.gateway.certificates import CertificateFiles, Renewal
+from kvd.gateway.certificates import MAX_PEM_BYTES, CertificateFiles, Renewal
 from kvd.gateway.server import (
     HANDSHAKE_SECONDS,
     MAX_CONNECTIONS,
@@ -238,6 +239,30 @@ def test_renewed_certificates_are_taken_and_broken_ones_are_not(
         assert refusal(stub.Status, pb.StatusRequest()).code is Code.UNAVAILABLE
 
 
+def test_a_pipe_or_a_huge_file_in_a_files_place_keeps_nobody_out(
+    gateway: GatewayProcess, authority: Authority, tmp_path: Path
+) -> None:
+    bob = authority.vouch("bob")
+    own = gateway.own.certificate.read_bytes()
+    trusting = copy.copy(authority)
+    trusting.file = tmp_path / "copy.pem"
+    shutil.copy(authority.file, trusting.file)
+    gateway.own.certificate.unlink()
+    os.mkfifo(gateway.own.certificate)
+    for _ in range(2):
+        with gateway.called_by(bob) as stub:
+            assert status_of(stub).state == "ready"
+    assert f"--certificate {gateway.own.certificate} is no plain file" in gateway.said
+    gateway.own.certificate.unlink()
+    gateway.own.certificate.write_bytes(own)
+    with authority.file.open("ab") as file:
+        file.truncate(MAX_PEM_BYTES + 1)
+    with gateway.called_by(bob, trusting) as stub:
+        assert status_of(stub).state == "ready"
+    assert f"has more than {MAX_PEM_BYTES} bytes" in gateway.said
+    assert "were renewed" not in gateway.said
+
+
 def test_a_connection_does_not_outlive_its_certificate_for_long(
     running: RunningDaemon,
     authority: Authority,
@@ -365,7 +390,7 @@ def test_status_of_a_remote_daemon_by_the_command(
     assert "--remote needs --authority FILE" in short.stderr
 
 
-@pytest.mark.parametrize("broken", ["missing", "not PEM", "another's key"])
+@pytest.mark.parametrize("broken", ["missing", "not PEM", "another's key", "a pipe"])
 def test_files_that_cant_be_used_are_named(
     authority: Authority, tmp_path: Path, broken: str
 ) -> None:
@@ -374,6 +399,9 @@ def test_files_that_cant_be_used_are_named(
         own.key.unlink()
     elif broken == "not PEM":
         own.certificate.write_text("hello")
+    elif broken == "a pipe":
+        own.key.unlink()
+        os.mkfifo(own.key)
     else:
         shutil.copy(authority.vouch("other").key, own.key)
     done = subprocess.run(
