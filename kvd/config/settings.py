@@ -334,7 +334,8 @@ def load(
     """The settings in force; ConfigError names what is wrong.
 
     `flags`: by name, each setting's and `config`, the file's; None is as if it were not there.
-    `again`: they were read before, and whoever serves waits; a pipe is refused then.
+    `again`: they were read before, and whoever serves waits; a pipe is refused then, and a file
+    that says nothing.
     """
     unknown_variables(environment)
     file = file_of(flags.get("config"), environment)
@@ -423,6 +424,11 @@ def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
             raise ConfigError(
                 f"configuration file {path} has an unknown key {name!r}; known: {known}"
             )
+    if again and not written:  # who writes it may have emptied it, and be about to go on
+        raise ConfigError(
+            f"configuration file {path} says nothing: write it and reload again, or restart kvd"
+            " to take all back"
+        )
     return written
 
 

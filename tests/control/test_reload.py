@@ -112,8 +112,8 @@ def test_what_needs_a_restart_is_refused_by_name_and_the_rest_is_taken(
 
 @pytest.mark.parametrize(
     "text",
-    ["no toml", 'pool_size = "4GiB"\n', '[tenants.acme]\nuids = ["me"]\n'],
-    ids=["no toml", "unknown key", "wrong value"],
+    ["no toml", 'pool_size = "4GiB"\n', '[tenants.acme]\nuids = ["me"]\n', "", "# of kvd\n"],
+    ids=["no toml", "unknown key", "wrong value", "emptied", "comments alone"],
 )
 def test_settings_that_cannot_be_read_change_nothing(running: Configured, text: str) -> None:
     before = quotas(running)
