@@ -40,7 +40,7 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
     named = flags | {"config": config.file_of(flags["config"], os.environ)}
 
     def read() -> config.Config:
-        return config.load(named, os.environ, again=True)
+        return config.load(named, os.environ, standing=settings)
 
     from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
 

@@ -329,17 +329,17 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def load(
-    flags: Mapping[str, Any], environment: Mapping[str, str], *, again: bool = False
+    flags: Mapping[str, Any], environment: Mapping[str, str], *, standing: Config | None = None
 ) -> Config:
     """The settings in force; ConfigError names what is wrong.
 
     `flags`: by name, each setting's and `config`, the file's; None is as if it were not there.
-    `again`: they were read before, and whoever serves waits; a pipe is refused then, and a file
-    that says nothing.
+    `standing`: those that a daemon serves with, and its pool is of their size; whoever it serves
+    waits, so a pipe is refused, and a file that says nothing.
     """
     unknown_variables(environment)
     file = file_of(flags.get("config"), environment)
-    written = _read_file(file, again=again) if file else {}
+    written = _read_file(file, again=standing is not None) if file else {}
     values: dict[str, Any] = {}
     for setting in SETTINGS:
         given, source = _given(setting, flags, environment, written)
@@ -353,7 +353,8 @@ def load(
         tiers = read_tiers(written.get("tiers", []))
     except TierFieldError as error:
         raise ConfigError(f"{error} (configuration file)") from None
-    tenants = _tenants(written.get("tenants", {}), values["pool_bytes"])
+    pool_bytes = standing.pool_bytes if standing else values["pool_bytes"]
+    tenants = _tenants(written.get("tenants", {}), pool_bytes)
     config = Config(**values, tenants=tenants, tiers=tiers)
     _check_sizes(config)
     return config

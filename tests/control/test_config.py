@@ -150,6 +150,14 @@ def test_tenants_have_users_and_quotas(write) -> None:  # type: ignore[no-untype
     )
 
 
+def test_shares_of_a_pool_that_stands_are_of_its_own_size(write) -> None:  # type: ignore[no-untyped-def]
+    tenant = '[tenants.acme]\nuids = [1000]\nquota = "50%"\n'
+    standing = load(file=write(f'pool_bytes = "1GiB"\n{tenant}'))
+    again = {"config": write(f'pool_bytes = "4GiB"\n{tenant}')}
+    read = settings.load(again, {}, standing=standing)
+    assert (read.pool_bytes, read.tenants) == (4 << 30, standing.tenants)
+
+
 @pytest.mark.parametrize(
     "text",
     [
