@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from kvd.linux.proc import locker_of, mapped_inodes, start_time_of
 from kvd.pool import sealed_json
 from kvd.pool.config import PoolConfig, PoolError
-from kvd.pool.extents import Extents
+from kvd.pool.extents import Extents, remove_files
 
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
 _LINE_BYTES = 128
@@ -111,6 +111,21 @@ def own_directory(directory: Path) -> int:
     return fd
 
 
+def remove_left(directory: Path) -> None:
+    """Give back the extents of a pool that was here, unless a daemon uses their directory.
+
+    As it does where this pool is a copy: its header says where the other one's lie.
+    """
+    try:
+        fd = own_directory(directory)
+    except (PoolError, FileNotFoundError, NotADirectoryError):
+        return
+    try:
+        remove_files(directory)
+    finally:
+        os.close(fd)
+
+
 def _locked(fd: int) -> bool:
     """Whether the flock of it is ours; False: somebody else's."""
     with contextlib.suppress(BlockingIOError):
@@ -125,10 +140,15 @@ class MoverList:
     Its lines all have one length and are there from `replace` on, so that `add` and `remove`
     need neither room in the file system nor a descriptor: whatever is short, a mover that
     started is known to the next owner, and one that ended takes nothing along.
+
+    A line says in which directory it was written: in a copy of a pool's files stand the movers of
+    another daemon, which may live and serve.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        found = path.parent.stat()
+        self._place = f"{found.st_dev}:{found.st_ino}"
         self._fd = -1
         self._lines: dict[int, int] = {}  # by pid
 
@@ -138,7 +158,7 @@ class MoverList:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return []
-        lines = [_mover_of(sealed_json.unseal(line)) for line in content.splitlines()]
+        lines = [self._mover_of(sealed_json.unseal(line)) for line in content.splitlines()]
         return [mover for mover in lines if mover is not None][:MOST_MOVERS]
 
     def replace(self, movers: Iterable[MoverRecord]) -> None:
@@ -147,7 +167,7 @@ class MoverList:
         assert len(kept) <= MOST_MOVERS, "more movers were read than a list holds"
         places = self._places(kept)
         if places is None:
-            sealed = [_line(mover) for mover in kept]
+            sealed = [self._line(mover) for mover in kept]
             content = b"".join(sealed).ljust(MOST_MOVERS * _LINE_BYTES, _BLANK)
             sealed_json.replace_file(self._path, content)
             places = {mover.pid: line for line, mover in enumerate(kept)}
@@ -167,7 +187,7 @@ class MoverList:
             return None
         starts = range(0, len(content), _LINE_BYTES)
         found = {content[start : start + _LINE_BYTES]: start // _LINE_BYTES for start in starts}
-        places = {mover.pid: found.get(_line(mover), -1) for mover in kept}
+        places = {mover.pid: found.get(self._line(mover), -1) for mover in kept}
         return None if -1 in places.values() else places
 
     def add(self, mover: MoverRecord) -> None:
@@ -178,7 +198,7 @@ class MoverList:
             line = next((n for n in range(MOST_MOVERS) if n not in taken), None)
         if line is None:
             raise OSError(errno.ENOSPC, f"{MOST_MOVERS} movers are noted", str(self._path))
-        os.pwrite(self._fd, _line(mover), line * _LINE_BYTES)
+        os.pwrite(self._fd, self._line(mover), line * _LINE_BYTES)
         self._lines[mover.pid] = line
 
     def remove(self, pid: int) -> None:
@@ -193,19 +213,21 @@ class MoverList:
             os.close(self._fd)
             self._fd = -1
 
+    def _mover_of(self, record: Mapping[str, Any] | None) -> MoverRecord | None:
+        """None where it names no process, as a line of another file doesn't, or none of ours."""
+        read = (record or {}).get
+        pid, start_time = read("pid"), read("start_time")
+        if type(pid) is not int or type(start_time) is not int or not 0 < pid < 1 << 31:
+            return None
+        if read("place", self._place) != self._place:  # earlier releases don't say
+            return None
+        return MoverRecord(pid, start_time)
 
-def _mover_of(record: Mapping[str, Any] | None) -> MoverRecord | None:
-    """None where it names no process, as a line of another file doesn't."""
-    pid, start_time = (record or {}).get("pid"), (record or {}).get("start_time")
-    if type(pid) is not int or type(start_time) is not int or not 0 < pid < 1 << 31:
-        return None
-    return MoverRecord(pid, start_time)
-
-
-def _line(mover: MoverRecord) -> bytes:
-    line = sealed_json.seal({"pid": mover.pid, "start_time": mover.start_time}, _LINE_BYTES)
-    assert len(line) == _LINE_BYTES, f"{mover} doesn't fit in a line"
-    return line
+    def _line(self, mover: MoverRecord) -> bytes:
+        said = {"pid": mover.pid, "start_time": mover.start_time, "place": self._place}
+        line = sealed_json.seal(said, _LINE_BYTES)
+        assert len(line) == _LINE_BYTES, f"{mover} doesn't fit in a line"
+        return line
 
 
 def end_movers(movers: Iterable[MoverRecord], deadline_s: float) -> list[MoverRecord]:

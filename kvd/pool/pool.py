@@ -36,7 +36,7 @@ from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST
 from kvd.pool.choices import NO_ROOM, open_checksums, settled
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
-from kvd.pool.extents import Extents, has_mark, remove_files
+from kvd.pool.extents import Extents, has_mark
 from kvd.pool.generations import Generations
 from kvd.pool.header import PoolHeader, read_header
 from kvd.pool.index_page import IndexPage
@@ -49,6 +49,7 @@ from kvd.pool.ownership import (
     extents_mapped_by,
     own_directory,
     own_pool,
+    remove_left,
 )
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
@@ -549,9 +550,9 @@ class Pool:
 
     def _remove_extents(self, before: PoolHeader | None) -> None:
         """Give back the memory of the pool that was here, wherever its extents lay."""
-        remove_files(self._config.directory / "extents")
+        remove_left(self._config.directory / "extents")
         if before is not None and has_mark(Path(before.extents_directory), before.extents_mark):
-            remove_files(Path(before.extents_directory))
+            remove_left(Path(before.extents_directory))
         self._files.remove_all()
 
     def _recover(self, orphaned_extents: frozenset[int]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,33 @@ def test_a_mover_that_outlived_its_daemon_is_killed(
         assert mover.wait(20) == -signal.SIGKILL
         rows = orders.rows_of(list(pool.recovered()))
     assert [row.quarantined for row in rows.values()] == [False, False]
+
+
+def test_a_copy_of_a_pool_leaves_the_living_ones_movers_and_extents_alone(
+    shared_directory: Path, start_mapper: StartMapper
+) -> None:
+    config = orders.config(shared_directory)
+    owned_by_two_rows(config)
+    copy = replace(config, directory=shared_directory / "copy")
+    with opened(config) as pool:
+        extent = pool.extent_files.path(1)
+        mover = start_mapper(extent)
+        pool.record_mover(mover.pid, start_time(mover))
+        shutil.copytree(config.directory, copy.directory)
+        with opened(copy) as made:
+            assert "the pool was made with extents_directory" in made.cold_reason
+        assert mover.poll() is None
+        assert extent.exists()
+        pool.upkeep()
+    with opened(config) as pool:
+        assert pool.cold_reason == ""
+        assert mover.wait(20) == -signal.SIGKILL
+
+
+def test_movers_that_an_earlier_release_noted_are_known(shared_directory: Path) -> None:
+    path = shared_directory / "movers"
+    path.write_bytes(sealed_json.seal({"pid": 7, "start_time": 2}, 128))
+    assert MoverList(path).read_last_owner() == [MoverRecord(7, 2)]
 
 
 def test_a_killed_mover_has_ended_when_the_call_returns(
