@@ -180,7 +180,8 @@ def _require_own_entries(wanted: Wanted, directory: int, path: Path) -> None:
                 f"{entry} has {found.st_nlink} names, so that others may reach it (hard links);"
                 " remove it"
             )
-        _require_unwritable(wanted, entry, found)
+        if not stat.S_ISSOCK(found.st_mode):  # of one it says who may connect
+            _require_unwritable(wanted, entry, found)
 
 
 def _require_own_subdirectory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,6 +179,17 @@ def test_a_file_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     (pool / "slots.table").chmod(0o622)
     with pytest.raises(NotTrustedError, match=r"others may write to .*slots\.table"):
         own(pool)
+
+
+def test_a_socket_that_a_killed_daemon_left_there_is_none_of_the_pools_files(
+    tmp_path: Path,
+) -> None:
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(pool / "kvd.sock"))
+    (pool / "kvd.sock").chmod(0o660)
+    own(pool)
 
 
 def test_a_directory_above_that_others_may_write_to_needs_the_sticky_bit(tmp_path: Path) -> None:
