@@ -8,37 +8,58 @@ stands here, by the name that tiers know the namespace by.
   namespace, what stores hold of every one gets another name: the first record is for all.
 - Stores that nodes share keep the names, or nodes would find nothing of one another's any more.
   There a clear is *unsettled* until they have deleted what they hold.
+
+Each record stands there twice, with one seal for both: nothing else knows what was cleared. The
+second copy is written first, then the seal, then the first copy. So whatever was altered, or left
+half-written, one copy fits the seal. The first copies and nothing else are what earlier releases
+read and wrote: they cut off the rest.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from pathlib import Path
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core.keys import U64
 from kvd.pool.config import PoolError
-from kvd.pool.mapped_table import MappedTable
+from kvd.pool.mapped_table import MappedTable, checksums
 from kvd.pool.reserve import Reserve
+
+log = logging.getLogger(__name__)
 
 MAX_CLEARED_NAMESPACES = 255
 NAME_BYTES = 16
 EVERY = b""  # names all namespaces
 _RECORD_BYTES = 32
-_GENERATION = 2  # stored last: 0 is nobody's record
+_RECORDS = MAX_CLEARED_NAMESPACES + 1
+_SEALS = 2 * _RECORDS  # the record in which they begin
+_SEAL_SEED = np.uint64(0x6B76642D67656E73)
+_GENERATION = 2  # of a first copy it is stored last: 0 is nobody's record
 _UNSETTLED = 3
 _ALL = 0
+
+Rows = npt.NDArray[np.int64]
 
 
 class Generations(MappedTable):
     """Each namespace's generation; a change stands there before the call returns."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, MAX_CLEARED_NAMESPACES + 1, _RECORD_BYTES)
-        used = np.flatnonzero(self._words[1:, _GENERATION]) + 1
-        self._rows = {self._words[row, :_GENERATION].tobytes(): row for row in used.tolist()}
+        found = path.stat().st_size if path.exists() else 0
+        super().__init__(path, _SEALS + _RECORDS * 8 // _RECORD_BYTES, _RECORD_BYTES)
+        self._records, lost = self._read()
+        if lost.size or 0 < found < _RECORDS * _RECORD_BYTES:
+            log.warning("%s is damaged: what tiers of this node hold is found no longer", path)
+            self._records[lost] = 0
+            self._records[_ALL, _GENERATION] = _fresh()
+        self._write(np.arange(_RECORDS))
+        used = np.flatnonzero(self._records[1:, _GENERATION]) + 1
+        self._rows = {self._records[row, :_GENERATION].tobytes(): row for row in used.tolist()}
 
     @classmethod
     def open(cls, path: Path, reserve: Reserve) -> Self:
@@ -71,48 +92,81 @@ class Generations(MappedTable):
             if row is None:
                 self.clear_all(unsettled=unsettled)
                 return EVERY
-            words: U64 = np.frombuffer(name, dtype=np.uint64)
-            self._words[row, :_GENERATION] = words
+            self._records[row, :_GENERATION] = np.frombuffer(name, dtype=np.uint64)
             self._rows[name] = row
-        self._words[row, _UNSETTLED] = unsettled
-        self._words[row, _GENERATION] = _fresh()
+        self._records[row, _UNSETTLED] = unsettled
+        self._records[row, _GENERATION] = _fresh()
+        self._write(np.array([row]))
         return name
 
     def clear_all(self, *, unsettled: bool) -> None:
         """What stores hold of any namespace."""
-        self._words[_ALL, _UNSETTLED] = unsettled
-        self._words[_ALL, _GENERATION] = _fresh()
-        self._words[1:, _GENERATION] = 0
-        self._rows.clear()
+        self._records[_ALL, _UNSETTLED] = unsettled
+        self._rename_all(list(self._rows))
 
     def settle(self, name: bytes) -> None:
         """Stores that nodes share have deleted what they held of it."""
         row = self._rows.get(name) if name else _ALL
         if row is not None:
-            self._words[row, _UNSETTLED] = 0
+            self._records[row, _UNSETTLED] = 0
+            self._write(np.array([row]))
 
     def unsettled(self) -> list[bytes]:
         """What they have not deleted yet."""
-        every = [EVERY] if self._words[_ALL, _UNSETTLED] else []
-        return every + [name for name, row in self._rows.items() if self._words[row, _UNSETTLED]]
+        every = [EVERY] if self._records[_ALL, _UNSETTLED] else []
+        return every + [name for name, row in self._rows.items() if self._records[row, _UNSETTLED]]
 
     def _free_row(self) -> int | None:
         used = set(self._rows.values())
-        row = next((row for row in range(1, len(self._words)) if row not in used), None)
+        row = next((row for row in range(1, _RECORDS) if row not in used), None)
         if row is not None:
             return row
         # All get another name, so that the settled ones need their own no longer.
-        settled = [name for name, row in self._rows.items() if not self._words[row, _UNSETTLED]]
-        if not settled:
-            return None
-        self._words[_ALL, _GENERATION] = _fresh()
-        for name in settled:
-            row = self._rows.pop(name)
-            self._words[row, _GENERATION] = 0
-        return row
+        settled = [name for name, row in self._rows.items() if not self._records[row, _UNSETTLED]]
+        return self._rename_all(settled) if settled else None
+
+    def _rename_all(self, needless: list[bytes]) -> int:
+        """All get another name. Frees the rows of those that need none of their own any more.
+
+        Returns one of these, or 0.
+        """
+        self._records[_ALL, _GENERATION] = _fresh()
+        self._write(np.array([_ALL]))  # before they lose their own
+        rows = np.array([self._rows.pop(name) for name in needless], dtype=np.int64)
+        self._records[rows] = 0
+        self._write(rows)
+        return int(rows[-1]) if rows.size else _ALL
 
     def _generation(self, row: int) -> int:
-        return int(self._words[row, _GENERATION])
+        return int(self._records[row, _GENERATION])
+
+    # -- the file -----------------------------------------------------------------------------
+
+    def _read(self) -> tuple[U64, Rows]:
+        """The records, and which of them no copy proves. What no seal was made for is believed."""
+        every = np.arange(_RECORDS)
+        first, second = self._words[:_RECORDS].copy(), self._words[_RECORDS:_SEALS].copy()
+        seals = self._words[_SEALS:].reshape(-1)
+        by_first = seals == _sealed(every, first)
+        by_second = ~by_first & (seals == _sealed(every, second))
+        first[by_second] = second[by_second]
+        alike = (first == second).all(axis=1)
+        unsealed = (seals == 0) & ~second.any(axis=1)  # an earlier release wrote it
+        return first, np.flatnonzero(~by_first & ~by_second & ~alike & ~unsealed)
+
+    def _write(self, rows: Rows) -> None:
+        """Have these records stand in the file as they are known."""
+        known = self._records[rows]
+        self._words[rows + _RECORDS] = known
+        self._words[_SEALS:].reshape(-1)[rows] = _sealed(rows, known)
+        self._words[rows, :_GENERATION] = known[:, :_GENERATION]
+        self._words[rows, _UNSETTLED] = known[:, _UNSETTLED]
+        self._words[rows, _GENERATION] = known[:, _GENERATION]
+
+
+def _sealed(rows: Rows, records: U64) -> U64:
+    """What proves each record, its place included."""
+    return checksums(_SEAL_SEED, [rows.astype(np.uint64), *records.T])
 
 
 def _fresh() -> int:

@@ -79,3 +79,93 @@ def test_where_no_record_is_left_what_is_not_deleted_stays_known(tmp_path: Path)
     again = Generations(tmp_path / "table")
     assert again.unsettled() == [EVERY]  # one too many: all is to be deleted
     again.close()
+
+
+COPY = (generations.MAX_CLEARED_NAMESPACES + 1) * 32  # bytes; two of them, then a seal a record
+SEAL = 8
+AT = Path("table")
+
+
+def answers(table: Generations) -> object:
+    return [table.of(name) for name in (ONE, TWO, THREE)], table.of_all, table.unsettled()
+
+
+def cleared(directory: Path) -> tuple[bytes, object]:
+    """The file of a table with clears of every kind, and what it says."""
+    table = Generations(directory / AT)
+    table.clear_all(unsettled=False)
+    table.clear(ONE, unsettled=True)
+    table.clear(TWO, unsettled=False)
+    said = answers(table)
+    table.close()
+    return (directory / AT).read_bytes(), said
+
+
+def reread(directory: Path, content: bytes) -> object:
+    (directory / AT).write_bytes(content)
+    table = Generations(directory / AT)
+    said = answers(table)
+    table.close()
+    return said
+
+
+def test_any_one_bit_of_the_table_may_be_another(tmp_path: Path) -> None:
+    content, said = cleared(tmp_path)
+    areas = [(0, 4 * 32), (COPY, 4 * 32), (2 * COPY, 4 * SEAL)]  # of all, two used, one free
+    for begin, size in areas:
+        for bit in range(8 * size):
+            altered = bytearray(content)
+            altered[begin + bit // 8] ^= 1 << bit % 8
+            assert reread(tmp_path, bytes(altered)) == said, (begin, bit)
+            assert (tmp_path / AT).read_bytes() == content
+
+
+def test_a_clear_that_a_kill_cut_off_stands_there_wholly_or_not_at_all(tmp_path: Path) -> None:
+    before, said = cleared(tmp_path)
+    table = Generations(tmp_path / AT)
+    table.clear(ONE, unsettled=False)
+    later = answers(table)
+    table.close()
+    after = (tmp_path / AT).read_bytes()
+    row = next(at for at in range(0, COPY, 32) if before[at : at + 16] == ONE)
+    steps = [
+        (COPY + row, 16, said),
+        (COPY + row + 16, 16, said),
+        (2 * COPY + row // 32 * SEAL, SEAL, later),
+        (row + 24, 8, later),
+        (row + 16, 8, later),
+    ]
+    content = bytearray(before)
+    for begin, size, expected in steps:
+        content[begin : begin + size] = after[begin : begin + size]
+        assert reread(tmp_path, bytes(content)) == expected
+    assert content == after
+
+
+def test_the_table_of_an_earlier_release_is_read_and_written_as_it_does(tmp_path: Path) -> None:
+    content, said = cleared(tmp_path)
+    assert reread(tmp_path, content[:COPY]) == said
+    assert (tmp_path / AT).read_bytes() == content
+    unsealed = content[:COPY] + bytes(len(content) - COPY)  # as a kill in the first start leaves it
+    assert reread(tmp_path, unsealed) == said
+
+
+@pytest.mark.parametrize("damage", ["both copies", "cut off"])
+def test_what_no_copy_proves_renames_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    content, _ = cleared(tmp_path)
+    altered = bytearray(content)
+    row = next(at for at in range(0, COPY, 32) if content[at : at + 16] == TWO)
+    for begin, bit in ((row, 1), (COPY + row, 2)):
+        altered[begin] ^= bit
+    table = Generations(tmp_path / AT)
+    names = {table.of(name) for name in (ONE, TWO, THREE)} | {(0, 0)}
+    table.close()
+    (tmp_path / AT).write_bytes(altered if damage == "both copies" else content[: COPY // 2])
+    table = Generations(tmp_path / AT)
+    assert names.isdisjoint({table.of(name) for name in (ONE, TWO, THREE)})
+    assert "is damaged: what tiers of this node hold" in caplog.text
+    last = answers(table)
+    table.close()
+    assert reread(tmp_path, (tmp_path / AT).read_bytes()) == last
