@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ QUIET_SECONDS = 1.0  # after a request without an answer
 LISTED_AT_ONCE = 1000  # that are listed in one request
 REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
 READ_BYTES = 1 << 20  # copied at once
+_STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 
 
 class Bucket:
@@ -243,15 +245,20 @@ class _answered:  # noqa: N801 - it reads as a statement
 def _translated(error: Exception) -> TierError:
     said = _first_line(error)
     whole = str(error)
+    found = _STATUS.search(whole)  # names and ports have such numbers in them, too
+    status = found[1] if found else ""
     refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
-    if refused or "NoSuchBucket" in whole or "AccessDenied" in whole or "403" in whole:
+    refused = refused or status in ("401", "403")
+    if refused or "NoSuchBucket" in whole or "AccessDenied" in whole:
         return TierError(said, TierReason.REFUSED)
+    if "InsufficientStorage" in whole or status == "507":
+        return TierError(said, TierReason.NO_SPACE)
+    if status:
+        return TierError(said, TierReason.IO_ERROR)
     if "timed out" in whole or "TimedOut" in whole:
         return TierTimeout(said)
     if "error sending request" in whole or "onnect" in whole:
         return TierError(said, TierReason.UNREACHABLE)
-    if "InsufficientStorage" in whole or "507" in whole:
-        return TierError(said, TierReason.NO_SPACE)
     return TierError(said, TierReason.IO_ERROR)
 
 

@@ -1,0 +1,90 @@
+"""What goes wrong with a bucket is called what it is, whatever numbers stand in names and ports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not here")
+
+from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.s3.options import S3Options
+from kvd.tiers.store import OptionValue, TierError, TierReason
+from tests.tiers.valkey_rig import free_ports
+
+NAME = "kvd/ab403cd507/401"
+
+
+class Answering(ThreadingHTTPServer):
+    """Answers each request with one status, without a word."""
+
+    status = 500
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        assert isinstance(self.server, Answering)
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_words: Any) -> None:
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def answering() -> Iterator[Answering]:
+    with Answering(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def bucket(port: int, place: Path) -> Bucket:
+    key = place / "key"
+    key.write_text("none")
+    options: dict[str, OptionValue] = {
+        "bucket": "blocks",
+        "endpoint": f"http://127.0.0.1:{port}",
+        "allow_http": True,
+        "access_key_file": str(key),
+        "secret_key_file": str(key),
+    }
+    return Bucket(S3Options.of(options))
+
+
+def reason(of: Bucket) -> TierReason:
+    with pytest.raises(TierError) as raised:
+        of.has(NAME)
+    return raised.value.reason
+
+
+def test_a_dead_bucket_is_away_for_names_with_numbers_of_refusals_too(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    dead = bucket(port, tmp_path)
+    assert reason(dead) is TierReason.UNREACHABLE
+    assert dead.problem, "it is asked again at once"
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted"),
+    [
+        (401, TierReason.REFUSED),
+        (403, TierReason.REFUSED),
+        (500, TierReason.IO_ERROR),
+        (503, TierReason.IO_ERROR),
+        (507, TierReason.NO_SPACE),
+    ],
+)
+def test_an_answer_is_called_by_its_status(
+    answering: Answering, tmp_path: Path, status: int, wanted: TierReason
+) -> None:
+    answering.status = status
+    assert reason(bucket(answering.server_port, tmp_path)) is wanted
