@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import ssl
-import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from typing import Any
 
 import grpc
 
+from kvd.linux.plain_file import MAX_PEM_BYTES, NotPlainError, read_plain
+
 log = logging.getLogger(__name__)
 
 COMMON_NAME = "x509_common_name"  # as gRPC names them in a call's auth context
 ALTERNATIVE_NAME = "x509_subject_alternative_name"
-MAX_PEM_BYTES = 1 << 20  # of one file; a distribution's bundle of all authorities has a fifth
 
 
 class CertificateError(Exception):
@@ -96,20 +96,13 @@ def _state(flag: str, path: Path) -> tuple[int, int, int]:
 
 
 def _read(flag: str, path: Path) -> bytes:
-    """All of a plain file: a pipe would be waited for, and with it every new connection."""
+    """A pipe would be waited for, and with it every new connection."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise CertificateError(f"{flag} {path} is no plain file; name one")
-            content = file.read(MAX_PEM_BYTES + 1)
+        return read_plain(path, MAX_PEM_BYTES)
     except OSError as error:
         raise CertificateError(f"{flag} {path} can't be read: {error.strerror}") from None
-    if len(content) > MAX_PEM_BYTES:
-        raise CertificateError(
-            f"{flag} {path} has more than {MAX_PEM_BYTES} bytes; name a file in PEM that has less"
-        )
-    return content
+    except NotPlainError as error:
+        raise CertificateError(f"{flag} {path} {error}") from None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvd.linux.plain_file import MAX_PEM_BYTES, NotPlainError, read_plain
 from kvd.tiers.store import OptionValue, TierOptions, TierUnusable
 
 # Gives the value as the store wants it. ValueError: what it must be.
@@ -127,9 +128,11 @@ def path(given: OptionValue) -> Path:
 def content_of(name: str, file: Path) -> bytes:
     """What the file holds that an option names. TierUnusable says why it can't be read."""
     try:
-        return file.read_bytes()
+        return read_plain(file, MAX_PEM_BYTES)
     except OSError as error:
         raise TierUnusable(f"{name}: {file} can't be read: {error.strerror}") from None
+    except NotPlainError as error:
+        raise TierUnusable(f"{name}: {file} {error}") from None
 
 
 def secret_of(name: str, file: Path) -> str:

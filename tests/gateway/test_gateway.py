@@ -22,7 +22,7 @@ import grpc
 import pytest
 
 from kvd.gateway import server
-from kvd.gateway.certificates import MAX_PEM_BYTES, CertificateFiles, Renewal
+from kvd.gateway.certificates import CertificateFiles, Renewal
 from kvd.gateway.server import (
     HANDSHAKE_SECONDS,
     MAX_CONNECTIONS,
@@ -37,6 +37,7 @@ from kvd.gateway.servicer import (
     Gateway,
 )
 from kvd.gateway.upstream import Upstream
+from kvd.linux.plain_file import MAX_PEM_BYTES
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 from tests.control.daemon_rig import RunningDaemon, daemon

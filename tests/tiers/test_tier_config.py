@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
 from kvd.config.tiers import KINDS, SHARED_KINDS, TierRule
+from kvd.linux.plain_file import MAX_PEM_BYTES
 from kvd.pool.config import Checksums
+from kvd.tiers.options import secret_of
 from kvd.tiers.process import QueueBounds
+from kvd.tiers.store import TierUnusable
 from kvd_proto.limits import MAX_TIERS
 
 LEAST = '[[tiers]]\nname = "disk"\nstore = "site.disk:open"\n'
@@ -190,3 +194,17 @@ def test_tiers_and_checksums_of_payloads_can_be_had_together(place: Path) -> Non
     config = load(place, "payload_checksums = true\n" + LEAST)
     assert config.payload_checksums is Checksums.ON
     assert [tier.name for tier in config.tiers] == ["disk"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("pipe", "is no plain file"), ("huge", "has more than")]
+)
+def test_secrets_are_read_from_small_plain_files(tmp_path: Path, kind: str, said: str) -> None:
+    secret = tmp_path / "secret"
+    if kind == "pipe":
+        os.mkfifo(secret)
+    else:
+        with secret.open("wb") as file:
+            file.truncate(MAX_PEM_BYTES + 1)
+    with pytest.raises(TierUnusable, match=f"password_file: .*secret {said}"):
+        secret_of("password_file", secret)
