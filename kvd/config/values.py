@@ -99,6 +99,8 @@ def read_gpu_size(least: int, most: int) -> Callable[[Any], int]:
 def number(least: float, most: float) -> Callable[[Any], float]:
     def read(value: Any) -> float:
         wanted = f"a number from {least:g} to {most:g}"
+        if isinstance(value, bool):  # for Python, 1 or 0
+            raise ValueError(wanted)  # noqa: TRY004 - one kind of error for every wrong value
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):

@@ -123,6 +123,13 @@ def test_more_tenants_than_one_status_can_name_are_refused(write) -> None:  # ty
         load(file=write("".join(tables)))
 
 
+@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize("name", ["drain_seconds", "private_grace_seconds", "lease_share"])
+def test_a_switch_is_no_number(write, name: str, value: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=f"{name} is .*it must be a number from"):
+        load(file=write(f"{name} = {value}\n"))
+
+
 def test_an_unknown_key_of_the_file_is_refused_with_the_known_ones(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=r"pool_size.*known:.*pool_bytes"):
         load(file=write('pool_size = "4GiB"\n'))
