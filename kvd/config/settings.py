@@ -38,6 +38,7 @@ from kvd.config.values import (
 )
 from kvd.core.keys import TenantId
 from kvd.core.policy import POLICY_NAMES
+from kvd.linux.plain_file import NotPlainError, read_plain
 from kvd.pool.config import MAX_POOL_BYTES, Checksums, chosen_extent_bytes
 
 MIB = 1 << 20
@@ -303,6 +304,7 @@ _BY_NAME = {setting.name: setting for setting in SETTINGS}
 _TABLES = ("tenants", "tiers")  # keys of the file that are no settings
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 MAX_TENANTS = 4096  # each is in every snapshot of figures, and in an operator's status
+MAX_CONFIG_BYTES = 1 << 20  # 4,096 tenants take a third of it
 
 
 # Kubernetes sets these for a Service whose name begins with kvd.
@@ -409,12 +411,18 @@ def _given(
 
 def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
     try:
-        if again and path.exists() and not path.is_file():  # it is empty by now, or never ends
-            raise ConfigError(
-                f"configuration file {path} is no plain file, and can't be read again: restart"
-                " kvd, or name a plain file at its start"
-            )
-        written = tomllib.loads(path.read_text())
+        if again:  # a pipe is empty by now, or never ends
+            content = read_plain(path, MAX_CONFIG_BYTES)
+        else:
+            with path.open("rb") as file:
+                content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise NotPlainError(f"has more than {MAX_CONFIG_BYTES} bytes")
+        written = tomllib.loads(content.decode())
+    except NotPlainError as error:
+        raise ConfigError(
+            f"configuration file {path} {error}; put a plain file there, or restart kvd with one"
+        ) from None
     except OSError as error:
         raise ConfigError(f"configuration file {path} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not its encoding, too deep, too many digits

@@ -102,7 +102,7 @@ def _read(flag: str, path: Path) -> bytes:
     except OSError as error:
         raise CertificateError(f"{flag} {path} can't be read: {error.strerror}") from None
     except NotPlainError as error:
-        raise CertificateError(f"{flag} {path} {error}") from None
+        raise CertificateError(f"{flag} {path} {error}; name another") from None
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ def read_plain(path: Path, most_bytes: int) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise NotPlainError("is no plain file; name one")
+            raise NotPlainError("is no plain file")
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise NotPlainError(f"has more than {most_bytes} bytes; name one that has less")
+        raise NotPlainError(f"has more than {most_bytes} bytes")
     return content

@@ -132,7 +132,7 @@ def content_of(name: str, file: Path) -> bytes:
     except OSError as error:
         raise TierUnusable(f"{name}: {file} can't be read: {error.strerror}") from None
     except NotPlainError as error:
-        raise TierUnusable(f"{name}: {file} {error}") from None
+        raise TierUnusable(f"{name}: {file} {error}; name another") from None
 
 
 def secret_of(name: str, file: Path) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from kvd.cli.reload import CHANGEABLE, QUOTA_UNITS, Reloader
 from kvd.config import SETTINGS, Config, load
+from kvd.config.settings import MAX_CONFIG_BYTES
 from kvd.control.access.tenants import TenantPolicy
 from kvd.core.events import QuotaSet
 from kvd.runtime.turns import UNITS_AT_ONCE, FairQueue
@@ -126,7 +127,17 @@ def test_a_pipe_in_the_files_place_is_not_waited_for(running: Configured) -> Non
     before = quotas(running)
     running.file.unlink()
     os.mkfifo(running.file)
-    assert "is no plain file, and can't be read again" in running.tell_to_reload()
+    assert "is no plain file; put a plain file there" in running.tell_to_reload()
+    assert quotas(running) == before
+
+
+def test_a_huge_file_is_not_read_through(running: Configured) -> None:
+    before = quotas(running)
+    with running.file.open("ab") as file:
+        file.truncate(1 << 30)
+    assert f"has more than {MAX_CONFIG_BYTES} bytes" in running.tell_to_reload()
+    highest = Path(f"/proc/{running.pid}/status").read_text().split("VmHWM:")[1].split()[0]
+    assert int(highest) << 10 < 1 << 30
     assert quotas(running) == before
 
 
@@ -140,7 +151,7 @@ def test_settings_that_came_by_a_pipe_are_not_taken_back(running: Configured) ->
     caller = Caller(running.socket)
     daemon = caller.status().process_id
     caller.close()
-    assert "is no plain file, and can't be read again" in running.tell_to_reload(daemon)
+    assert "is no plain file; put a plain file there" in running.tell_to_reload(daemon)
     assert quotas(running) == before
     os.kill(daemon, signal.SIGTERM)
 
