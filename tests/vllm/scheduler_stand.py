@@ -132,10 +132,11 @@ class Stand:
     ) -> None:
         self.options = options or StandOptions()
         self.config = _vllm_config(model, transfer, self.options)
-        layout = _kv_cache_config(self.options)
+        self.layout = layout = self.make_layout()
         self.config.cache_config.num_gpu_blocks = layout.num_blocks
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(self.options.block_tokens, sha256)
+        self._block_tokens, self.hash_tokens = resolve_kv_cache_block_sizes(layout, self.config)
+        self._hasher = get_request_block_hasher(self.hash_tokens, sha256)
         with set_current_vllm_config(self.config):
             init_distributed_environment(
                 world_size=1,
@@ -153,6 +154,10 @@ class Stand:
         self.taken = Taken()
         self.profiler: cProfile.Profile | None = None  # sees what is timed, nothing else
 
+    def make_layout(self) -> KVCacheConfig:
+        """The engine's cache groups in its memory; may adjust the configuration to them."""
+        return _kv_cache_config(self.options)
+
     @property
     def connector(self) -> Any:
         """The scheduler's connector."""
@@ -167,21 +172,20 @@ class Stand:
                 layout,
                 torch.device("cpu"),
                 self.config.cache_config.get_resolved_kv_cache_layout(),
-                [self.options.block_tokens],
+                [group.kv_cache_spec.block_size for group in layout.kv_cache_groups],
             )
         worker.register_kv_caches(caches)
         return caches
 
     def _make_scheduler(self, layout: KVCacheConfig) -> Scheduler:
-        block_size, hash_block_size = resolve_kv_cache_block_sizes(layout, self.config)
         kind = AsyncScheduler if self.options.asynchronous else Scheduler
         return kind(
             vllm_config=self.config,
             kv_cache_config=layout,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=block_size,
-            hash_block_size=hash_block_size,
+            block_size=self._block_tokens,
+            hash_block_size=self.hash_tokens,
         )
 
     def _introduce(self) -> None:
@@ -204,9 +208,9 @@ class Stand:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def request(self, name: str, tokens: Sequence[int], max_tokens: int) -> Request:
+    def request(self, name: str, tokens: Sequence[int], max_tokens: int, **sampled: Any) -> Request:
         """A request with its block hashes, which vLLM computes on another thread."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampled)
         sampling.update_from_generation_config({}, 0)
         return Request(
             request_id=name,

@@ -45,6 +45,7 @@ from kvd_client.integrations.vllm.metadata import (
     KvdConnectorMetadata,
     KvdWorkerMetadata,
 )
+from kvd_client.integrations.vllm.scheduling.handed_states import within_bounds
 from kvd_client.integrations.vllm.scheduling.jobs import (
     VLLM_NULL_BLOCK,
     AdjacentBlocks,
@@ -316,6 +317,13 @@ class KvdConnectorScheduler(OneGroupScheduler):
             computed_stores=tuple(job_id for job_id in stores if job_id in flush),
         )
         return orders
+
+    def _build_partial_tail_store_jobs(
+        self, scheduler_output: SchedulerOutput
+    ) -> dict[int, TransferJob]:
+        allowed = within_bounds(scheduler_output, self._req_status)
+        jobs: dict[int, TransferJob] = super()._build_partial_tail_store_jobs(allowed)
+        return jobs
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, Any]:
         """vLLM's, over those requests only that may have a whole new block; it looks at all.

@@ -1,0 +1,39 @@
+"""Drawn runs of vLLM's scheduler over several cache groups: no read finds a wrong byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.node_daemon import NodeDaemon
+from tests.vllm.stand_process import stand_process
+
+STEPS = 120
+FULL, WINDOW, STATE = (16,), (16, 40), (32, 0, True)  # tokens of a block, window, recurrent
+ENGINES: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
+    "windows, blocks of several": ([FULL, WINDOW, (16, 33)], {"blocks_per_chunk": 2}),
+    "a window of wider blocks, stored lazily": ([FULL, (32, 70)], {"store_mode": "lazy"}),
+    "states": ([(32,), STATE, STATE], {}),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_several_groups_store_and_load_is_right_and_nothing_stays(
+    fork_server: None, kvd: NodeDaemon, engine: str
+) -> None:
+    groups, options = ENGINES[engine]
+    with stand_process("drawn_stand", kvd.socket, groups, options) as ask:
+        for seed in (1, 2):
+            told = ask(("drawn", seed, STEPS))
+            assert told["left"] == {}
+            assert told["audited"] > 20, told
+            assert told["loaded"] > 20, told
+
+
+def test_a_state_beyond_what_a_request_lets_be_stored_is_not(
+    fork_server: None, kvd: NodeDaemon
+) -> None:
+    with stand_process("drawn_stand", kvd.socket, [(32,), STATE], {}) as ask:
+        for most, ends in ((0, []), (40, [32]), (64, [32, 64]), (80, [32, 64, 80])):
+            assert ask(("bounded", f"bounded {most}", most)) == {"ends": ends}
