@@ -122,6 +122,20 @@ def drawn(stand: BytesStand, connection: Any, seed: int, steps: int) -> dict[str
     return {"stored": stored, "audited": audited, "loaded": stand.loaded, "left": stand.left()}
 
 
+def skipping(stand: BytesStand, connection: Any, name: str) -> dict[str, Any]:
+    """A request that reads no cache, and begins anew with a reset amid its life."""
+    tokens = prompt(name, 96)
+    stand.add(stand.request(name, tokens, 8, skip_reading_prefix_cache=True))
+    for _ in range(4):
+        stand.step()
+    stand.finish_steps()
+    stand.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert connection.wait_usable(PATIENCE_SECONDS)
+    before, stand.stored = len(stand.stored), {}
+    stand.drain()
+    return {"before": before, "after": len(stand.stored)}
+
+
 def bounded(stand: BytesStand, _connection: Any, name: str, most: int) -> dict[str, Any]:
     """A request of which so many tokens may be stored; the ends of what is, in tokens."""
     extra = {"kv_transfer_params": {"max_offload_tokens": most}}
@@ -134,6 +148,7 @@ def bounded(stand: BytesStand, _connection: Any, name: str, most: int) -> dict[s
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "drawn": drawn,
+    "skipping": skipping,
     "bounded": bounded,
 }
 

@@ -31,6 +31,13 @@ def test_what_several_groups_store_and_load_is_right_and_nothing_stays(
             assert told["loaded"] > 20, told
 
 
+def test_who_reads_no_cache_stores_again_after_a_reset(fork_server: None, kvd: NodeDaemon) -> None:
+    with stand_process("drawn_stand", kvd.socket, [FULL], {}) as ask:
+        told = ask(("skipping", "skips"))
+        assert told["before"] > 0
+        assert told["after"] >= 6, "what it computed anew is of after the reset"
+
+
 def test_a_state_beyond_what_a_request_lets_be_stored_is_not(
     fork_server: None, kvd: NodeDaemon
 ) -> None:

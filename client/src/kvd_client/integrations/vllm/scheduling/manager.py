@@ -153,14 +153,19 @@ class KvdManager(OffloadingManager):
         tracked = self.tracked(req_context)
         tracked.request.num_tokens = prompt.num_tokens
         tracked.request.computed_tokens = prompt.computed_tokens
-        tracked.request.stores_end = False  # it begins anew: what it computes will be of now
-        tracked.request.next_store = [0] * len(self.groups)
+        self.begin_anew(req_context)
         if self._queue is None:
             return Knowledge.NOTHING
         if self.enter_session() is None:
             self._queue.give_up(tracked.request, GivenUp.NO_SESSION)
             return Knowledge.NOTHING
         return self._lookups.begin(tracked, prompt, self._queue)
+
+    def begin_anew(self, req_context: ReqContext) -> None:
+        """The request has no engine blocks yet: all that it computes will be of now."""
+        request = self.tracked(req_context).request
+        request.stores_end = False
+        request.next_store = [0] * len(self.groups)
 
     def end_lookup(self, req_context: ReqContext, hit_tokens: int | None) -> bool:
         """VLLM has decided; None: it puts the request off. False: it must be put off after all."""

@@ -182,6 +182,16 @@ class KvdConnectorScheduler(OneGroupScheduler):
         ]
         return Prompt(hashes, request.num_tokens, computed_tokens)
 
+    def get_num_new_matched_tokens(
+        self, request: Request, *computed: int, **limit: int | None
+    ) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, *computed, **limit
+        )
+        if request.skip_reading_prefix_cache:  # it looks nothing up, which would say so
+            self.manager.begin_anew(self._req_status[request.request_id].req_context)
+        return found
+
     def _lookup(self, req_status: RequestOffloadState, *limits: Any) -> int | None:
         context = req_status.req_context
         prompt = self._prompt(req_status.req, req_status.num_locally_computed_tokens)
