@@ -13,7 +13,13 @@ import numpy as np
 
 from kvd.core.policy.base import UNKNOWN, Sight
 from kvd.core.policy.hazard import BINS, CLASSES, EDGES, HALVED_EVERY, SCORED_EVERY, scores
-from kvd.core.policy.turns import CLEARLY_LESS, LONGEST_SILENCE_NS, STAMP_SHIFT
+from kvd.core.policy.turns import (
+    CLEARLY_LESS,
+    FIRST_TURNS,
+    LONGEST_SILENCE_NS,
+    MOST_TURNS,
+    STAMP_SHIFT,
+)
 
 MayGo = Callable[[int], bool]
 WORD = (1 << 64) - 1
@@ -27,6 +33,7 @@ class Block:
     weight: int
     request: int
     stamp: int
+    learnt: bool
     watched: bool
 
     @property
@@ -34,8 +41,12 @@ class Block:
         return self.tag * 0x9E3779B97F4A7C15 & WORD
 
     @property
-    def is_learnt_from(self) -> bool:
-        return not self.spread >> 16 & 3
+    def number(self) -> int:
+        return sum(self.turn >= first for first in FIRST_TURNS) - 1
+
+
+def weight_of(learnt: int) -> int:
+    return min(round(math.log2(max(1, learnt))), 15)
 
 
 def bin_of(age: int) -> int:
@@ -46,7 +57,7 @@ class ReferenceTurns:
     def __init__(self, capacity: int) -> None:
         self.ghost_bits = (4 * max(capacity, 64) - 1).bit_length()
         self.blocks: dict[int, Block] = {}
-        self.queues: list[list[int]] = [[] for _ in range(CLASSES + 1)]
+        self.queues: list[list[int]] = [[] for _ in range(CLASSES)]
         self.ghosts: dict[int, Block] = {}
         self.made_ghosts = False
         self.scores = [[1.0] * BINS for _ in range(CLASSES)]
@@ -71,7 +82,7 @@ class ReferenceTurns:
             times = self.times.copy()
             for block in (*self.blocks.values(), *self.ghosts.values()):
                 if block.watched:
-                    times[block.turn - 1] += self.spent(block)
+                    times[block.number] += self.spent(block)
             self.scores = scores(self.returned, times).tolist()
 
     def pass_time(self, now_ns: int) -> None:
@@ -86,10 +97,10 @@ class ReferenceTurns:
 
     def end(self, block: Block, *, returned: bool) -> None:
         if block.watched:
-            self.times[block.turn - 1] += self.spent(block)
+            self.times[block.number] += self.spent(block)
             if returned:
                 at = bin_of(self.now - block.stamp)
-                self.returned[block.turn - 1, at] += 0.5**block.weight
+                self.returned[block.number, at] += 0.5**block.weight
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -102,52 +113,54 @@ class ReferenceTurns:
             parent = self.blocks[sight.parent]
             brought = sight.request and parent.request == sight.request
             same = brought and parent.turn == parent.generation
-            generation = parent.generation if same else min(parent.generation + 1, CLASSES)
-        weight = min(round(math.log2(len(blocks))), 15)
+            generation = parent.generation if same else min(parent.generation + 1, MOST_TURNS)
         known = []
-        for slot, tag in blocks:
-            block = Block(tag, generation, generation, weight, sight.request, self.now, True)
-            block.watched = block.is_learnt_from
+        for at, (slot, tag) in enumerate(blocks):
+            block = Block(tag, generation, generation, 0, sight.request, self.now, False, False)
+            begins = at == 0 and sight.parent < 0
+            block.learnt = block.watched = begins or not block.spread >> 16 & 3
             place = block.spread >> 64 - self.ghost_bits
             ghost = self.ghosts.get(place)
             if self.made_ghosts and ghost is not None and ghost.tag == tag:
                 del self.ghosts[place]
                 self.end(ghost, returned=True)
-                block.turn = min(ghost.turn + 1, CLASSES)
+                block.turn = min(ghost.turn + 1, MOST_TURNS)
                 block.generation = ghost.generation
-                generation = min(ghost.generation + 1, CLASSES)
+                generation = min(ghost.generation + 1, MOST_TURNS)
             known.append((slot, block))
+        weight = weight_of(sum(block.learnt for _, block in known))
         least = 0
         for slot, block in reversed(known):
+            block.weight = weight
             least = block.turn = max(block.turn, least)
             self.blocks[slot] = block
-            self.queues[block.turn].append(slot)
+            self.queues[block.number].append(slot)
 
     def touch(self, slots: list[int], sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
         self.look(sight)
-        weight = min(round(math.log2(len(slots))), 15) if slots else 0
+        weight = weight_of(sum(self.blocks[slot].learnt for slot in slots))
         before = {slot: replace(self.blocks[slot]) for slot in slots}
         least = 0
         for slot in reversed(slots):
             block, old = self.blocks[slot], before[slot]
             new = as_use and not (sight.request and old.request == sight.request)
-            self.queues[block.turn].remove(slot)
-            block.turn = min(old.turn + new, CLASSES)
+            self.queues[block.number].remove(slot)
+            block.turn = min(old.turn + new, MOST_TURNS)
             if as_use and sight.request:
                 least = block.turn = max(block.turn, least)
                 block.request = sight.request
-            self.queues[block.turn].append(slot)
+            self.queues[block.number].append(slot)
             if slot in before and before[slot].watched is not None:
                 if new:
                     self.end(old, returned=True)
                 old.watched = False  # once, if it is named twice
             block.stamp, block.weight = self.now, weight
-            block.watched = block.is_learnt_from
+            block.watched = block.learnt
 
     def remove(self, slots: list[int]) -> None:
         for slot in slots:
             block = self.blocks.pop(slot)
-            self.queues[block.turn].remove(slot)
+            self.queues[block.number].remove(slot)
             self.end(block, returned=False)
 
     def evict(self, count: int, may_go: MayGo, now_ns: int = 0) -> list[int] | None:
@@ -179,7 +192,7 @@ class ReferenceTurns:
             ]
             if not heads:
                 break
-            worth = {number: self.scores[number - 1][bin_of(age)] for number, age in heads}
+            worth = {number: self.scores[number][bin_of(age)] for number, age in heads}
             oldest = max(heads, key=lambda head: head[1])[0]
             least = min(worth, key=lambda number: worth[number])
             chosen = least if worth[least] < CLEARLY_LESS * worth[oldest] else oldest

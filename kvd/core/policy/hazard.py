@@ -14,9 +14,12 @@ much as one request. The pooled hazard of an age that nothing has reached is tha
 The score of a block is the most hits for the time it is kept, over all times after which one might
 stop keeping it: a Gittins index (Gittins, J. R. Statist. Soc. B 41, 1979), as for a job whose
 length is not known. By the plain hazard a block would leave just before the age of its return.
+No age of a class scores more than a younger one. A class gives its oldest block first, so if that
+were worth the more the older it gets, it would stay, and with it all younger ones that are worth
+less.
 
-Blocks weigh 1 / the blocks of their request, rounded to a power of two: so sums are exact, and one
-long request does not speak for all.
+Blocks weigh 1 / the blocks of their request that are learnt from, rounded to a power of two: so
+sums are exact, and one long request does not speak for all.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import Bools, Slots
 
-CLASSES = 5  # turns 1, 2, … and as many or more
+CLASSES = 7  # of turns: the first ones alone, then several together
 BINS = 64  # half octaves of ages
 COHORTS = 128  # spans of last uses
 SPAN = 0.2  # a cohort's span is no more than this part of its age, if there are many
@@ -178,7 +181,7 @@ def _sums(cells: Slots, weights: Floats, shape: tuple[int, ...]) -> Floats:
 
 
 def scores(returned: Floats, watched: Floats) -> Floats:
-    """Most hits for the time kept, by class and bin."""
+    """Most hits for the time kept, by class and bin; never more than in an earlier bin."""
     hazards = hazards_of(returned, watched)
     end = np.exp(-hazards * WIDTHS)  # the chance not to have come back in the bin
     kept = np.where(hazards * WIDTHS > 1e-9, (1 - end) / hazards, WIDTHS)
@@ -191,7 +194,9 @@ def scores(returned: Floats, watched: Floats) -> Floats:
     spent = times[:, None, 1:] - times[:, :-1, None]
     counts = _STOPS_LATER & (spent > 0)
     best: Floats = np.divide(gained, spent, out=np.zeros_like(gained), where=counts).max(axis=2)
-    return np.maximum(best, hazards)  # what stopping at once would give, however little is left
+    best = np.maximum(best, hazards)  # what stopping at once would give, however little is left
+    least: Floats = np.minimum.accumulate(best, axis=1)
+    return least
 
 
 def hazards_of(returned: Floats, watched: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 A ghost's place is the top bits of its spread tag; another one there takes it, so the table
 forgets by chance, the longer ago a block left the likelier. What a word says of its block is the
-policy's; its highest bits, which are free there, check the tag: one in a million is taken for
+policy's; its highest bits, which are free there, check the tag: one in 65,536 is taken for
 another block's, which costs a little of the policy's judgement and nothing else.
 """
 
@@ -21,13 +21,13 @@ GROWS_AT = 2  # times the capacity that the table was made for: then a larger on
 SHRINKS_AT = 16  # times fewer
 
 _CHECK_SHIFT = np.uint64(21)
-_CHECK_BIT = 43  # the lowest one
-_CHECK_MASK = np.uint64((1 << 20) - 1)
+_CHECK_BIT = 47  # the lowest one
+_CHECK_MASK = np.uint64((1 << 16) - 1)
 _WORD_MASK = (1 << _CHECK_BIT) - 1
 
 
 class TurnGhosts:
-    """Words by tag. A word is never 0, and has no bit above the 43rd. Tags come spread."""
+    """Words by tag. A word is never 0, and has no bit above the 47th. Tags come spread."""
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity

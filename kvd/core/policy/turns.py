@@ -1,13 +1,14 @@
 """Turns: what is kept is what comes back soonest for the room it takes.
 
 In conversations the chance that a session goes on rises with its turn, and falls with the time
-since its last one. So blocks stand in five queues by their *turn*, each in the order of last use,
+since its last one. So blocks stand in seven queues by their *turn*, each in the order of last use,
 and for each queue it is learnt how likely a block of some age is to come back (`hazard`).
 
 A block's turn is its *generation* and how often other requests have used it since. A generation
 is the parent block's and one more; blocks that one request brings in are of one generation.
 So all blocks of a session are about as many turns old, and so is what many sessions share. No
-block has fewer turns than those behind it in its prompt. Turns of five and more are one queue.
+block has fewer turns than those behind it in its prompt. Each of the first four turns has a queue
+of its own; 5 to 8, 9 to 16, and 17 and more have one each, which tells apart what many ask for.
 
 The victim is the block that was used longest ago, unless the oldest of another queue scores less
 than 0.8 of that: then it is that one. With nothing learnt this is least recently used. Within a
@@ -18,16 +19,19 @@ four to eight places for each slot of the class. A ghost's place is a hash of it
 there takes it. A block that comes back while it is remembered has its turns again, and its return
 is learnt.
 
+One block in four is learnt from, by its tag, and each prompt's first one: a few blocks with which
+nearly all prompts begin would else be a queue of which nothing is known.
+
 Each block has a word of 64 bits: the time of last use (17 ms are one stamp; two years go round),
-its turn and generation, its request's size as a power of two, the end of its request's number, so
-that a request counts as one use however often it touches, and whether it is among the fourth that
-is learnt from.
+its turn and generation, how many blocks of its request are learnt from, as a power of two, whether
+it is one of them, and the end of its request's number, so that a request counts as one use however
+often it touches.
 
 Time is the policy's own: it never goes back, and a longer silence than an hour counts as one.
 After a restart all turns begin at one, and nothing is learnt; the order of use is known.
 
 Source: measured on traces, see docs/policies.md. Memory: 24 bytes a slot (its place, its tag and
-this word), rings of 4 to 16 bytes a resident block, 8 bytes a ghost, 20 KB for what is learnt.
+this word), rings of 4 to 16 bytes a resident block, 8 bytes a ghost, 30 KB for what is learnt.
 """
 
 from __future__ import annotations
@@ -59,11 +63,16 @@ LONGEST_SILENCE_NS = 3_600_000_000_000  # a longer one counts as so long
 CLEARLY_LESS = 0.8  # of the score of the block used longest ago
 LEARNT_FROM = 4  # one block in so many, a power of two
 
-# The lowest bits of a word's fields, which are 32, 3, 3, 4, 1 and 20 wide; the stamp is the first.
+FIRST_TURNS = (1, 2, 3, 4, 5, 9, 17)  # of each queue
+MOST_TURNS = 31  # are counted
+
+# The lowest bits of a word's fields, which are 32, 5, 5, 4, 1 and 16 wide; the stamp is the first.
 _STAMP_MASK = 0xFFFFFFFF
-_TURN, _GENERATION, _WEIGHT, _LEARNT, _REQUEST = 32, 35, 38, 42, 43
-_REQUEST_MASK = (1 << 20) - 1  # of a request's number; of a ghost there is the tag's check
-_KEPT = 7 << _GENERATION | 1 << _LEARNT
+_TURN, _GENERATION, _WEIGHT, _LEARNT, _REQUEST = 32, 37, 42, 46, 47
+_TURN_MASK = MOST_TURNS  # of a generation, too
+_REQUEST_MASK = (1 << 16) - 1  # of a request's number; of a ghost there is the tag's check
+_KEPT = _TURN_MASK << _GENERATION | 1 << _LEARNT
+_CLASS_OF: Slots = np.searchsorted(FIRST_TURNS, np.arange(MOST_TURNS + 1), side="right") - 1
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits are spread
 _SAMPLE_SHIFT = np.uint64(16)
 
@@ -75,7 +84,8 @@ class TurnsPolicy:
 
     def __init__(self, capacity: Capacity, memory: PolicyMemory) -> None:
         self._queues = [SlotQueue(memory.places) for _ in range(CLASSES)]
-        self._numbers = np.array([-1, *(queue.number for queue in self._queues)], np.int64)
+        numbers = np.array([queue.number for queue in self._queues], np.int64)
+        self._numbers = numbers.take(_CLASS_OF, mode="clip")  # by turn
         self._places = memory.places.array
         self._tags = memory.tags
         self._words = memory.words
@@ -94,7 +104,7 @@ class TurnsPolicy:
 
     def turn_of(self, slot: int) -> int:
         """Of a known slot's block."""
-        return int(self._words[slot]) >> _TURN & 7
+        return int(self._words[slot]) >> _TURN & _TURN_MASK
 
     # -- what comes and is used -----------------------------------------------------------------
 
@@ -105,13 +115,16 @@ class TurnsPolicy:
         spread = tags * _SPREAD
         turns, generations = self._known_of(spread, now, self._generation(sight))
         learnt = (spread >> _SAMPLE_SHIFT & np.uint64(LEARNT_FROM - 1)) == 0
-        weight = _weight(slots.size)
+        if sight.parent < 0:
+            learnt[0] = True
+        weight = _weight(learnt)
         words = turns << _TURN | generations << _GENERATION | learnt.astype(np.int64) << _LEARNT
         words |= weight << _WEIGHT | (sight.request & _REQUEST_MASK) << _REQUEST
         self._words[slots] = words | now & _STAMP_MASK
         self._tags[slots] = tags
-        self._hazards.begin(now, turns[learnt] - 1, weight)
-        for number, members in _by_turn(turns[::-1], slots[::-1]):
+        classes = _CLASS_OF.take(turns)
+        self._hazards.begin(now, classes[learnt], weight)
+        for number, members in _by_class(classes[::-1], slots[::-1]):
             self._queues[number].append(members)
 
     def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
@@ -119,7 +132,7 @@ class TurnsPolicy:
         if not slots.size:
             return
         words = self._words.take(slots)
-        before = words >> _TURN & 7
+        before = words >> _TURN & _TURN_MASK
         held = self._places.take(slots) & NUMBER_MASK == self._numbers.take(before)
         assert held.all(), "a slot was touched that no queue of the policy holds"
         turns, kept = before, _KEPT
@@ -128,34 +141,35 @@ class TurnsPolicy:
         if as_use and sight.request:
             new = words >> _REQUEST != request
         if as_use:
-            turns = np.minimum(before + new, CLASSES)
+            turns = np.minimum(before + new, MOST_TURNS)
         if as_use and sight.request:
             turns = _no_less_than_behind(turns)
             after = request << _REQUEST
         else:
             kept, after = kept | _REQUEST_MASK << _REQUEST, 0
-        weight = _weight(slots.size)
+        learnt = words >> _LEARNT & 1
+        weight = _weight(learnt)
         after |= weight << _WEIGHT | now & _STAMP_MASK
         renewed = words & kept | turns << _TURN | after
         self._words[slots[::-1]] = renewed[::-1]  # of a block named twice the first mention counts
-        turns = self._words.take(slots) >> _TURN & 7
-        once = self._move(slots[::-1], before[::-1], turns[::-1])[::-1]
-        learnt = np.flatnonzero((words >> _LEARNT & 1) & once)
+        classes = _classes_of(self._words.take(slots))
+        once = self._move(slots[::-1], _CLASS_OF.take(before)[::-1], classes[::-1])[::-1]
+        learnt = np.flatnonzero(learnt & once)
         if learnt.size:
             self._learn(_seen(words[learnt], now), new[learnt], now)
-            self._hazards.begin(now, turns[learnt] - 1, weight)
+            self._hazards.begin(now, classes[learnt], weight)
 
     def remove(self, slots: Slots) -> None:
         if not slots.size:
             return
         words = self._words.take(slots)
-        turns = words >> _TURN & 7
+        turns = words >> _TURN & _TURN_MASK
         held = self._places.take(slots) & NUMBER_MASK == self._numbers.take(turns)
         assert held.all(), "a slot was removed that no queue of the policy holds"
         now = self._clock.stamp
         learnt = words[words >> _LEARNT & 1 == 1]
         self._hazards.end(now, _seen(learnt, now), returned=False)
-        for number, members in _by_turn(turns, slots):
+        for number, members in _by_class(_CLASS_OF.take(turns), slots):
             self._queues[number].drop(members)
 
     def missed(self, tags: U64) -> None:
@@ -224,10 +238,10 @@ class TurnsPolicy:
         if sight.parent < 0:
             return 1
         word = int(self._words[sight.parent])
-        turn, generation = word >> _TURN & 7, word >> _GENERATION & 7
+        turn, generation = word >> _TURN & _TURN_MASK, word >> _GENERATION & _TURN_MASK
         same = word >> _REQUEST == sight.request & _REQUEST_MASK
         brought_by_it = sight.request and same and turn == generation
-        return generation if brought_by_it else min(generation + 1, CLASSES)
+        return generation if brought_by_it else min(generation + 1, MOST_TURNS)
 
     def _known_of(self, spread: U64, now: int, generation: int) -> tuple[Slots, Slots]:
         """Turns and generations of blocks that come in; what ghosts remember is learnt from."""
@@ -236,13 +250,13 @@ class TurnsPolicy:
         if not where.size:
             return generations, generations
         self._end_ghosts(ghosts, now, returned=True)
-        known = ghosts >> _GENERATION & 7
+        known = ghosts >> _GENERATION & _TURN_MASK
         behind = np.searchsorted(where, np.arange(spread.size), side="right") - 1
         after = behind >= 0
-        generations[after] = np.minimum(known[behind[after]] + 1, CLASSES)
+        generations[after] = np.minimum(known[behind[after]] + 1, MOST_TURNS)
         generations[where] = known
         turns = generations.copy()
-        turns[where] = np.minimum((ghosts >> _TURN & 7) + 1, CLASSES)
+        turns[where] = np.minimum((ghosts >> _TURN & _TURN_MASK) + 1, MOST_TURNS)
         return _no_less_than_behind(turns), generations
 
     def _learn(self, seen: Seen, new: Bools, now: int) -> None:
@@ -260,19 +274,19 @@ class TurnsPolicy:
         if learnt.size:
             self._hazards.end(now, _seen(learnt, now), returned=returned)
 
-    def _move(self, slots: Slots, before: Slots, turns: Slots) -> Bools:
-        """To the young ends of the queues of these turns, the first slot oldest.
+    def _move(self, slots: Slots, before: Slots, classes: Slots) -> Bools:
+        """To the young ends of the queues of these classes, the first slot oldest.
 
         Marks the last mention of each slot.
         """
-        lost = np.zeros(CLASSES + 1, np.int64)
+        lost = np.zeros(CLASSES, np.int64)
         once = np.ones(slots.size, np.bool_)
-        for number, members in _by_turn(turns, np.arange(slots.size)):
+        for number, members in _by_class(classes, np.arange(slots.size)):
             last = self._queues[number].take_in(slots[members])
-            lost += np.bincount(before[members][last], minlength=CLASSES + 1)
+            lost += np.bincount(before[members][last], minlength=CLASSES)
             once[members] = last
         for number in np.flatnonzero(lost).tolist():
-            self._queues[number - 1].lose(int(lost[number]))
+            self._queues[number].lose(int(lost[number]))
         return once
 
 
@@ -362,9 +376,13 @@ def _next(walks: list[_Walk], scores: list[list[float]]) -> tuple[_Walk, float, 
     return walks[chosen], youngest, eldest if bins[chosen] < BINS - 1 else math.inf
 
 
-def _weight(blocks: int) -> int:
-    """1 / blocks as a negative power of two."""
-    return min(round(math.log2(blocks)), WEIGHTS - 1)
+def _weight(learnt: Slots | Bools) -> int:
+    """1 / the blocks that are learnt from, as a negative power of two."""
+    return min(round(math.log2(max(1, int(np.count_nonzero(learnt))))), WEIGHTS - 1)
+
+
+def _classes_of(words: Slots) -> Slots:
+    return _CLASS_OF.take(words >> _TURN & _TURN_MASK)
 
 
 def _no_less_than_behind(turns: Slots) -> Slots:
@@ -379,16 +397,16 @@ def _ages(words: Slots, now: int) -> Slots:
 
 
 def _seen(words: Slots, now: int) -> Seen:
-    return Seen(now - _ages(words, now), (words >> _TURN & 7) - 1, words >> _WEIGHT & 15)
+    return Seen(now - _ages(words, now), _classes_of(words), words >> _WEIGHT & 15)
 
 
-def _by_turn(turns: Slots, values: Slots) -> Iterator[tuple[int, Slots]]:
-    """Number of each queue that these turns name, and its values in order."""
-    first = int(turns[0])
-    if (turns == first).all():
-        yield first - 1, values
+def _by_class(classes: Slots, values: Slots) -> Iterator[tuple[int, Slots]]:
+    """Number of each queue that these classes name, and its values in order."""
+    first = int(classes[0])
+    if (classes == first).all():
+        yield first, values
         return
     for number in range(CLASSES):
-        members = values[turns == number + 1]
+        members = values[classes == number]
         if members.size:
             yield number, members
