@@ -219,7 +219,151 @@ def news() -> list[TraceRequest]:
     return traffic.trace()
 
 
+def tools() -> list[TraceRequest]:
+    """Sixty tools with long prompts of their own, some called often; most calls end at once."""
+    traffic = Traffic(21)
+    draw = traffic.popular(60, 1.0)
+    sizes = [traffic.size(10, 0.6, 60) for _ in range(60)]
+
+    def pause() -> float:
+        return traffic.size(5, 1.2, 600) * float(SECONDS)
+
+    for start in traffic.arrivals(3500, 3 * SECONDS):
+        tool = draw()
+        prompt = traffic.texts.behind([], tool, sizes[tool])
+        traffic.session(start, prompt, 0.45, pause, 2)
+    return traffic.trace()
+
+
+def hours() -> list[TraceRequest]:
+    """People who chat, and three times in ten come back after an hour or more."""
+    traffic = Traffic(22)
+
+    def pause() -> float:
+        later = traffic.rng.random() < 0.3
+        seconds = traffic.size(3600, 0.8, 40_000) if later else traffic.size(30, 1.0, 600)
+        return seconds * float(SECONDS)
+
+    for start in traffic.arrivals(1500, 20 * SECONDS):
+        traffic.session(start, traffic.texts.behind([], 1, 2), 0.75, pause, 4)
+    return traffic.trace()
+
+
+def samples() -> list[TraceRequest]:
+    """Each prompt is asked up to eight times within two seconds; some have a sequel."""
+    traffic = Traffic(23)
+    for at in traffic.arrivals(1500, 4 * SECONDS):
+        system = traffic.texts.behind([], 1, 3)
+        prompt = traffic.texts.fresh(system, traffic.size(10, 0.8, 100))
+        for number in range(int(traffic.rng.integers(1, 9))):
+            traffic.ask(at + number * 200 + float(traffic.rng.random() * 100), prompt)
+        if traffic.rng.random() < 0.3:
+            later = at + 60 * SECONDS * float(traffic.rng.exponential())
+            traffic.ask(later, traffic.texts.fresh(prompt, 3))
+    return traffic.trace()
+
+
+def edits() -> list[TraceRequest]:
+    """Programs that are edited: a prompt is the one before, up to a place in its second half."""
+    traffic = Traffic(24)
+    for start in traffic.arrivals(250, 40 * SECONDS):
+        prompt, at = traffic.texts.fresh([], traffic.size(40, 0.6, 200)), start
+        traffic.ask(at, prompt)
+        while traffic.rng.random() >= 0.05:
+            at += traffic.size(8, 1.0, 1800) * SECONDS
+            cut = int(len(prompt) * (0.5 + 0.5 * traffic.rng.random()))
+            prompt = traffic.texts.fresh(prompt[:cut], len(prompt) - cut + 1)
+            traffic.ask(at, prompt)
+    return traffic.trace()
+
+
+def branches() -> list[TraceRequest]:
+    """A search in a tree of thoughts: each prompt goes on from any one before in its session."""
+    traffic = Traffic(25)
+    for start in traffic.arrivals(150, 60 * SECONDS):
+        thoughts = [traffic.texts.fresh([], traffic.size(15, 0.5, 80))]
+        at = start
+        for _ in range(int(traffic.rng.integers(5, 60))):
+            before = thoughts[int(traffic.rng.integers(len(thoughts)))]
+            thoughts.append(traffic.texts.fresh(before, traffic.size(2, 0.6, 10)))
+            traffic.ask(at, thoughts[-1])
+            at += float(traffic.rng.exponential(6)) * SECONDS
+    return traffic.trace()
+
+
+def drift() -> list[TraceRequest]:
+    """Documents at random, of which two change places now and then, and all of them half-way."""
+    traffic = Traffic(26)
+    draw = traffic.popular(800, 0.9)
+    ranked = traffic.rng.permutation(800)
+    for number, at in enumerate(traffic.arrivals(9000, 1.5 * SECONDS)):
+        if number % 150 == 0:
+            pair = traffic.rng.integers(800, size=2)
+            ranked[pair] = ranked[pair[::-1]]
+        if number == 4500:
+            ranked = traffic.rng.permutation(800)
+        document = int(ranked[draw()])
+        prompt = traffic.texts.behind([], document, 8 + document % 12)
+        traffic.ask(at, traffic.texts.fresh(prompt, 1))
+    return traffic.trace()
+
+
+def examples() -> list[TraceRequest]:
+    """A batch whose prompts share one of six sets of examples, one set after the other; a chat."""
+    traffic = Traffic(27)
+
+    def pause() -> float:
+        return traffic.size(45, 1.0, 7200) * float(SECONDS)
+
+    for at in traffic.arrivals(6000, SECONDS):
+        shared = traffic.texts.behind([], 900, 2)
+        shared = traffic.texts.behind(shared, int(at / SECONDS // 400) % 6, 18)
+        traffic.ask(at, traffic.texts.fresh(shared, traffic.size(2, 0.5, 9)))
+    for start in traffic.arrivals(500, 12 * SECONDS):
+        traffic.session(start, traffic.texts.behind([], 1000, 3), 0.8, pause, 4)
+    return traffic.trace()
+
+
+def chat_and_documents() -> list[TraceRequest]:
+    """People who chat for long, beside documents asked about at random."""
+    traffic = Traffic(28)
+    draw = traffic.popular(2000, 0.7)
+
+    def pause() -> float:
+        return traffic.size(60, 1.2, 7200) * float(SECONDS)
+
+    for start in traffic.arrivals(800, 15 * SECONDS):
+        traffic.session(start, traffic.texts.behind([], 1, 4), 0.8, pause, 5)
+    for at in traffic.arrivals(4000, 3 * SECONDS):
+        document = draw()
+        prompt = traffic.texts.behind([], 10 + document, 6 + document % 20)
+        traffic.ask(at, traffic.texts.fresh(prompt, 1))
+    return traffic.trace()
+
+
+def uniform() -> list[TraceRequest]:
+    """Documents at random, each as often as the others: nothing can be learnt."""
+    traffic = Traffic(29)
+    for at in traffic.arrivals(7000, 2 * SECONDS):
+        document = int(traffic.rng.integers(500))
+        prompt = traffic.texts.behind([], document, 6 + document % 20)
+        traffic.ask(at, traffic.texts.fresh(prompt, 1))
+    return traffic.trace()
+
+
+def systems() -> list[TraceRequest]:
+    """Thousands of applications with short system prompts, and questions that never come again."""
+    traffic = Traffic(30)
+    draw = traffic.popular(3000, 1.1)
+    for at in traffic.arrivals(9000, SECONDS):
+        prompt = traffic.texts.behind([], draw(), 3)
+        traffic.ask(at, traffic.texts.fresh(prompt, traffic.size(6, 0.8, 60)))
+    return traffic.trace()
+
+
+_FIRST = (documents, scan, agents, retrieval, tenants, spike, rounds, news)
+_MORE = (tools, hours, samples, edits, branches, drift, examples)
+_LAST = (chat_and_documents, uniform, systems)
 WORKLOADS: dict[str, Callable[[], list[TraceRequest]]] = {
-    each.__name__: each
-    for each in (documents, scan, agents, retrieval, tenants, spike, rounds, news)
+    each.__name__: each for each in (*_FIRST, *_MORE, *_LAST)
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.core.keys import Slots
-from kvd.core.policy import PolicyMemory, Sight, hazard
+from kvd.core.policy import Evictable, PolicyMemory, Sight, hazard
 from kvd.core.policy.hazard import BINS, CLASSES, COHORTS, EDGES, Hazards, Seen, bins_of, scores
 from kvd.core.policy.turn_ghosts import MAX_GHOST_PLACES, TurnGhosts
 from kvd.core.policy.turns import (
@@ -35,6 +37,11 @@ def tags(*numbers: int) -> np.ndarray:
 
 def all_may_go(slots: Slots) -> np.ndarray:
     return np.ones(slots.size, dtype=np.bool_)
+
+
+def others_than(own: Iterable[int]) -> Evictable:
+    held = batch(*own)
+    return lambda slots: ~np.isin(slots, held)
 
 
 def made(capacity: int = 100) -> TurnsPolicy:
@@ -385,9 +392,8 @@ def test_a_block_with_which_many_prompts_begin_is_learnt_from_whatever_its_tag()
         if there:
             policy.touch(batch(*(slot_of[tag] for tag in there)), Sight(request * SECOND, request))
         missing = [tag for tag in prompt if tag not in slot_of]
-        own = batch(*(slot_of[tag] for tag in there))
         more = max(0, len(missing) - len(free))
-        gone = policy.evict(more, lambda slots, own=own: ~np.isin(slots, own), request * SECOND)
+        gone = policy.evict(more, others_than(slot_of[tag] for tag in there), request * SECOND)
         assert gone is not None
         slot_of = {tag: slot for tag, slot in slot_of.items() if slot not in gone.tolist()}
         free += gone.tolist()

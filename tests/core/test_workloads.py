@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.policies import measure, rows_of, shown, worst
+from benchmarks.policies import Traffic, measure, measure_alone, rows_of, shown, worst
 from benchmarks.workloads import WORKLOADS
 from kvd.cli.replay.trace import MAX_BLOCKS
 
@@ -43,3 +43,12 @@ def test_a_trace_that_is_missing_is_named_and_the_others_are_compared(
     assert results[0]["requests"] == 4
     assert "small 2nd half  75%   3" in shown(results, ("lru", "arc"), "hit_ratio")
     assert "1 of 1" in worst(results, ("lru", "arc"), "compute_ratio")
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "turns"])
+def test_a_policy_without_the_core_finds_what_it_finds_within_it(policy: str) -> None:
+    row = Traffic(None, "samples")
+    alone, within = measure_alone(row, 0.01, policy), measure(row, 0.01, policy)
+    assert alone["capacity_blocks"] == within["capacity_blocks"]
+    assert alone["hit_ratio"] == pytest.approx(within["hit_ratio"], rel=0.01)
+    assert 0.7 < alone["hit_ratio"] < 0.9
