@@ -60,31 +60,44 @@ class Release:
             return " or removed"
         return f" by kvd {found[1]}" if found else ""
 
-    def _files(self) -> Iterator[Path]:
-        for root in self._roots:
-            for folder, _, names in os.walk(root):
-                yield from (Path(folder, name) for name in names if name.endswith(CODE))
-
     def _look(self) -> dict[str, tuple[int, int, int]]:
         marks = {}
-        for path in self._files():
+        for file in self._files():
             try:
-                found = path.stat()
+                found = file.stat()
             except OSError:  # on its way out
                 continue
-            marks[str(path)] = (found.st_ino, found.st_size, found.st_mtime_ns)
+            marks[file.path] = (found.st_ino, found.st_size, found.st_mtime_ns)
         return marks
+
+    def _files(self) -> Iterator[os.DirEntry[str]]:
+        for root in self._roots:
+            yield from _files_below(str(root))
 
     def _read(self) -> bytes:
         digest = blake2b(digest_size=16)
-        for path in sorted(self._files()):
+        for path in sorted(file.path for file in self._files()):
             try:
-                content = path.read_bytes()
+                content = Path(path).read_bytes()
             except OSError:
                 continue
             digest.update(f"{path}\0{len(content)}\0".encode())
             digest.update(content)
         return digest.digest()
+
+
+def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Its files of code. Who serves others waits meanwhile, so no path is made of what is read."""
+    try:
+        with os.scandir(folder) as found:
+            entries = list(found)
+    except OSError:  # on its way out
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_below(entry.path)
+        elif entry.name.endswith(CODE):
+            yield entry
 
 
 OURS = Release(kvd.__version__, (Path(kvd.__file__).parent, Path(kvd_proto.__file__).parent))
