@@ -52,12 +52,16 @@ class Generations(MappedTable):
     def __init__(self, path: Path) -> None:
         found = path.stat().st_size if path.exists() else 0
         super().__init__(path, _SEALS + _RECORDS * 8 // _RECORD_BYTES, _RECORD_BYTES)
-        self._records, lost = self._read()
-        if lost.size or 0 < found < _RECORDS * _RECORD_BYTES:
-            log.warning("%s is damaged: what tiers of this node hold is found no longer", path)
-            self._records[lost] = 0
-            self._records[_ALL, _GENERATION] = _fresh()
-        self._write(np.arange(_RECORDS))
+        try:
+            self._records, lost = self._read()
+            if lost.size or 0 < found < _RECORDS * _RECORD_BYTES:
+                log.warning("%s is damaged: what tiers of this node hold is found no longer", path)
+                self._records[lost] = 0
+                self._records[_ALL, _GENERATION] = _fresh()
+            self._write(np.arange(_RECORDS))
+        except BaseException:
+            self.close()
+            raise
         used = np.flatnonzero(self._records[1:, _GENERATION]) + 1
         self._rows = {self._records[row, :_GENERATION].tobytes(): row for row in used.tolist()}
 
@@ -145,7 +149,7 @@ class Generations(MappedTable):
     def _read(self) -> tuple[U64, Rows]:
         """The records, and which of them no copy proves. What no seal was made for is believed."""
         every = np.arange(_RECORDS)
-        first, second = self._words[:_RECORDS].copy(), self._words[_RECORDS:_SEALS].copy()
+        first, second = np.array(self._words[:_RECORDS]), np.array(self._words[_RECORDS:_SEALS])
         seals = self._words[_SEALS:].reshape(-1)
         by_first = seals == _sealed(every, first)
         by_second = ~by_first & (seals == _sealed(every, second))

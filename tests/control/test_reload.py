@@ -277,8 +277,8 @@ async def test_others_have_their_turns_while_thousands_of_quotas_change(tmp_path
     file.write_text(of_tenants("1MiB"))
     reloader = Reloader(load({"config": str(file)}, {}), read)
     file.write_text(of_tenants("2MiB"))
-    driver, rooms = CountingDriver(), SimpleNamespace(end_other_tenants=list)
-    control: Any = SimpleNamespace(driver=driver, tenants=TenantPolicy(), rooms=rooms)
+    driver, common = CountingDriver(), SimpleNamespace(end_other_tenants=list)
+    control: Any = SimpleNamespace(driver=driver, tenants=TenantPolicy(), common=common)
     reloading = asyncio.ensure_future(reloader.reload(control))
     seen: set[int] = set()
     while not reloading.done():

@@ -116,7 +116,7 @@ CORE = (
     _core(
         "store under way that survives a clear",
         "jobs.transfer",
-        "if not failure and is_store and _is_cleared(state, piece):",
+        "if not failure and piece.kind is JobKind.STORE and _is_cleared(state, piece):",
         "if False:",
     ),
     _core(
@@ -134,10 +134,8 @@ CORE = (
     _core(
         "readable before the last rank is done",
         "jobs.transfer",
-        "    if piece.transfers:\n        return\n    for part in piece.parts:\n"
-        "        state.count",
-        "    if len(piece.transfers) > 1:\n        return\n    for part in piece.parts:\n"
-        "        state.count",
+        "    if not piece.transfers:\n        _end_piece(turn, piece)",
+        "    if len(piece.transfers) < 2:\n        _end_piece(turn, piece)",
     ),
     _core(
         "slot free while a copy still writes it",
@@ -443,7 +441,7 @@ CONTROL = (
     Bug(
         "end of a stream that ends no session",
         "kvd.control.sessions.session",
-        "        self._rooms.driver.close_session(self.live.id, gone=gone)\n",
+        "        self._common.driver.close_session(self.live.id, gone=gone)\n",
         "",
     ),
     Bug(
