@@ -11,7 +11,8 @@ shadow scores the leading blocks that it has.
 Scores are compared by *windows*. In each of them as many blocks were used as a shadow has slots.
 Each window counts a part in 32 less than the next one. A policy is better than another if the sum
 of the differences is more than twice the root of the sum of their squares, as chance would hardly
-have it, and more than a hundredth of what the other found.
+have it, more than a hundredth of what the other found, and more than half as many blocks as a
+shadow has slots. For a switch costs about a turnover of the pool, and what was learnt before.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ GROWS_AT = 2  # times the slots that the shadows were made for: then others begi
 WINDOW_KEPT = 31 / 32
 BEYOND_CHANCE = 2.0
 WORTH_A_SWITCH = 0.01
+TURNOVER_WORTH_A_SWITCH = 0.5
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits are spread
 _MARK_SHIFT, _HEAD_SHIFT = np.uint64(48), np.uint64(40)
@@ -191,6 +193,7 @@ class Duel:
         this, best = self._names.index(name), int(self._found.argmax())
         gained = self._gained[best, this]
         by_chance = BEYOND_CHANCE * float(np.sqrt(self._squared[best, this]))
-        if gained > max(by_chance, WORTH_A_SWITCH * self._found[this]):
+        turnover = TURNOVER_WORTH_A_SWITCH * self.shadow_slots
+        if gained > max(by_chance, WORTH_A_SWITCH * self._found[this], turnover):
             return self._names[best]
         return None
