@@ -259,6 +259,23 @@ def test_only_more_than_chance_and_a_hundredth_wins(
     assert duel.better_than("lru") is None
 
 
+@pytest.mark.parametrize(("requests", "winner"), [(16, None), (17, None), (18, "lru")])
+def test_what_a_switch_costs_must_have_been_missed_first(
+    requests: int, winner: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks more in each window: after 17 they are more than half of 64, not before."""
+    monkeypatch.setattr("kvd.core.policy.duel.WINDOW_KEPT", 1.0)
+    slots = 64
+    duel = Duel(("s3fifo", "lru"), lambda: slots, make_policy)
+    duel.fit()
+    (_, better) = duel._shadows
+    monkeypatch.setattr(Shadow, "show", lambda shadow, *_: 10 + 2 * (shadow is better))
+    whole = np.arange(1, slots + 1, dtype=np.uint64)
+    for request in range(1, requests + 1):
+        duel.use(whole, np.zeros(whole.size, np.uint16), Sight(request, request))
+    assert duel.better_than("s3fifo") == winner
+
+
 def test_segment_is_in_the_sample_again_when_it_comes_back_in_other_batches() -> None:
     tags = np.random.default_rng(1).integers(1, 1 << 62, 200, np.uint64)
     whole = Duel.marks_of(tags, -1)

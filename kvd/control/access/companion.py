@@ -346,8 +346,14 @@ class CompanionConnection:
         self._end_in_turn()
 
     def _end_in_turn(self) -> None:
-        """Its client is gone: nothing comes any more, and its peer ends soon."""
+        """Its client is gone: nothing comes any more, and its peer ends soon.
+
+        Who opened nothing makes room at once: else who comes and goes would be one too many.
+        """
         if self._ending or self._closed:
+            return
+        if self._peer is None or self._peer.ends_at_once:
+            self.close()
             return
         self._ending = True
         self._stop_looking()

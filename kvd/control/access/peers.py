@@ -180,6 +180,11 @@ class Peer:
         else:
             self._on_end.append(then)
 
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether nobody waits for its end but who keeps the list of peers."""
+        return len(self._on_end) <= 1 and not self.memories
+
     def forget(self, then: Callable[[], None]) -> None:
         """Take back what `on_end` noted, if it still stands."""
         if then in self._on_end:
