@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control.access.companion import CompanionServer
+from kvd.control.access.companion import MAX_ENGINE_CONNECTIONS_OF_A_USER, CompanionServer
 from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Peers, Role
 from kvd.core.errors import LimitExceeded
 from kvd.runtime.turns import EndsInTurn, FairQueue
@@ -38,6 +38,8 @@ async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -
             client.sendall(HELLO)
         while len(peers) < 20:  # noqa: ASYNC110 - it lets the server go on
             await asyncio.sleep(0)
+        for peer in peers._by_token.values():
+            peer.on_end(lambda: None)
     most = 0
     while peers:
         before = len(peers)
@@ -45,3 +47,20 @@ async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -
         most = max(most, before - len(peers))
     server.close()
     assert most == 1
+
+
+async def test_a_client_that_opened_nothing_makes_room_at_once(tmp_path: Path) -> None:
+    peers, path = Peers(), str(tmp_path / "companion")
+    ends = EndsInTurn(FairQueue())
+    server = CompanionServer(peers, lambda _peer, _number: -1, lambda _uid: True, ends)
+    server.listen(path, 0o600)
+    for _ in range(2 * MAX_ENGINE_CONNECTIONS_OF_A_USER):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(path)
+            client.sendall(HELLO)
+            while not peers:  # noqa: ASYNC110 - it lets the server go on
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not len(peers)
+    server.close()
