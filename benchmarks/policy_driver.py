@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvd.cli.replay.engine import NS_PER_MS, leading
 from kvd.cli.replay.trace import BlockIds, TraceRequest
 from kvd.core.keys import U64, Bools, Slots
+from kvd.core.model.index import NOWHERE
 from kvd.core.policy import PolicyMemory, Sight, make_policy
-
-NS_PER_MS = 1_000_000
-NOWHERE = -1
+from kvd.core.policy.base import NO_PARENT
 
 
 class PolicyDriver:
@@ -37,16 +37,16 @@ class PolicyDriver:
         sight = Sight((request.timestamp_ms + 1) * NS_PER_MS, self._requests)
         slots = self._slot_of.take(request.blocks)
         there = slots != NOWHERE
-        leading = int(slots.size if there.all() else there.argmin())
-        for used in (slots[:leading], slots[leading:][there[leading:]]):
+        found = leading(there)
+        for used in (slots[:found], slots[found:][there[found:]]):
             if used.size:
                 self._policy.touch(used, sight)
-        if leading < slots.size:
+        if found < slots.size:
             self._policy.missed(self._tags[request.blocks[~there]])
-            self._store(request.blocks[~there], slots[there], sight, _before(slots, leading))
+            self._store(request.blocks[~there], slots[there], sight, _before(slots, found))
         slots = self._slot_of.take(request.blocks)
         self._policy.touch(slots[slots != NOWHERE], sight, as_use=False)
-        return leading
+        return found
 
     def _store(self, blocks: BlockIds, own: Slots, sight: Sight, parent: int) -> None:
         self._own[own] = True
@@ -78,8 +78,8 @@ def leading_ratio(requests: Sequence[TraceRequest], policy: str, capacity: int) 
 
 
 def _before(slots: Slots, place: int) -> int:
-    """The slot of the block before that place, -1 where there is none."""
-    return int(slots[place - 1]) if place else NOWHERE
+    """The slot of the block before that place."""
+    return int(slots[place - 1]) if place else NO_PARENT
 
 
 def _tags(blocks: int) -> U64:

@@ -74,6 +74,10 @@ class Traffic:
         drawn = float(self.rng.lognormal(math.log(median), spread))
         return int(min(max(1, round(drawn)), most))
 
+    def pauses(self, median: float, spread: float, most: int) -> Callable[[], float]:
+        """Draws milliseconds from log-normal seconds, one at least."""
+        return lambda: self.size(median, spread, most) * float(SECONDS)
+
     def popular(self, count: int, slope: float) -> Callable[[], int]:
         """Draws numbers below `count` by Zipf's law."""
         chances = 1 / np.arange(1, count + 1) ** slope
@@ -130,9 +134,10 @@ def agents() -> list[TraceRequest]:
     """Agents of a few kinds that pause for tools: mostly for seconds, sometimes for minutes."""
     traffic = Traffic(3)
 
+    short, long = traffic.pauses(6, 1.0, 7200), traffic.pauses(240, 1.0, 7200)
+
     def pause() -> float:
-        median = 240 if traffic.rng.random() < 0.15 else 6
-        return traffic.size(median, 1.0, 7200) * float(SECONDS)
+        return long() if traffic.rng.random() < 0.15 else short()
 
     for start in traffic.arrivals(400, 40 * SECONDS):
         kind = int(traffic.rng.integers(5))
@@ -157,12 +162,7 @@ def tenants() -> list[TraceRequest]:
     """Several at once: people who chat, agents, documents, and a batch of one-off prompts."""
     traffic = Traffic(5)
 
-    def minutes() -> float:
-        return traffic.size(60, 1.0, 7200) * float(SECONDS)
-
-    def seconds() -> float:
-        return traffic.size(5, 0.8, 600) * float(SECONDS)
-
+    minutes, seconds = traffic.pauses(60, 1.0, 7200), traffic.pauses(5, 0.8, 600)
     for start in traffic.arrivals(900, 12 * SECONDS):
         traffic.session(start, traffic.texts.behind([], 1, 2), 0.6, minutes, 3)
     for start in traffic.arrivals(120, 90 * SECONDS):
@@ -180,10 +180,7 @@ def tenants() -> list[TraceRequest]:
 def spike() -> list[TraceRequest]:
     """People who chat, and for a tenth of the time ten times as many come, who ask once."""
     traffic = Traffic(6)
-
-    def pause() -> float:
-        return traffic.size(45, 1.0, 7200) * float(SECONDS)
-
+    pause = traffic.pauses(45, 1.0, 7200)
     system = traffic.texts.behind([], 1, 3)
     for start in traffic.arrivals(1800, 6 * SECONDS):
         traffic.session(start, system, 0.7, pause, 4)
@@ -195,10 +192,7 @@ def spike() -> list[TraceRequest]:
 def rounds() -> list[TraceRequest]:
     """An evaluation asks the same questions again and again, in the same order; people chat."""
     traffic = Traffic(7)
-
-    def pause() -> float:
-        return traffic.size(45, 1.0, 7200) * float(SECONDS)
-
+    pause = traffic.pauses(45, 1.0, 7200)
     sizes = [traffic.size(8, 0.5, 60) for _ in range(400)]
     for number, at in enumerate(traffic.arrivals(4000, 2 * SECONDS)):
         question = number % 400
@@ -224,10 +218,7 @@ def tools() -> list[TraceRequest]:
     traffic = Traffic(21)
     draw = traffic.popular(60, 1.0)
     sizes = [traffic.size(10, 0.6, 60) for _ in range(60)]
-
-    def pause() -> float:
-        return traffic.size(5, 1.2, 600) * float(SECONDS)
-
+    pause = traffic.pauses(5, 1.2, 600)
     for start in traffic.arrivals(3500, 3 * SECONDS):
         tool = draw()
         prompt = traffic.texts.behind([], tool, sizes[tool])
@@ -239,10 +230,10 @@ def hours() -> list[TraceRequest]:
     """People who chat, and three times in ten come back after an hour or more."""
     traffic = Traffic(22)
 
+    short, long = traffic.pauses(30, 1.0, 600), traffic.pauses(3600, 0.8, 40_000)
+
     def pause() -> float:
-        later = traffic.rng.random() < 0.3
-        seconds = traffic.size(3600, 0.8, 40_000) if later else traffic.size(30, 1.0, 600)
-        return seconds * float(SECONDS)
+        return long() if traffic.rng.random() < 0.3 else short()
 
     for start in traffic.arrivals(1500, 20 * SECONDS):
         traffic.session(start, traffic.texts.behind([], 1, 2), 0.75, pause, 4)
@@ -311,10 +302,7 @@ def drift() -> list[TraceRequest]:
 def examples() -> list[TraceRequest]:
     """A batch whose prompts share one of six sets of examples, one set after the other; a chat."""
     traffic = Traffic(27)
-
-    def pause() -> float:
-        return traffic.size(45, 1.0, 7200) * float(SECONDS)
-
+    pause = traffic.pauses(45, 1.0, 7200)
     for at in traffic.arrivals(6000, SECONDS):
         shared = traffic.texts.behind([], 900, 2)
         shared = traffic.texts.behind(shared, int(at / SECONDS // 400) % 6, 18)
@@ -328,10 +316,7 @@ def chat_and_documents() -> list[TraceRequest]:
     """People who chat for long, beside documents asked about at random."""
     traffic = Traffic(28)
     draw = traffic.popular(2000, 0.7)
-
-    def pause() -> float:
-        return traffic.size(60, 1.2, 7200) * float(SECONDS)
-
+    pause = traffic.pauses(60, 1.2, 7200)
     for start in traffic.arrivals(800, 15 * SECONDS):
         traffic.session(start, traffic.texts.behind([], 1, 4), 0.8, pause, 5)
     for at in traffic.arrivals(4000, 3 * SECONDS):
@@ -361,9 +346,11 @@ def systems() -> list[TraceRequest]:
     return traffic.trace()
 
 
-_FIRST = (documents, scan, agents, retrieval, tenants, spike, rounds, news)
-_MORE = (tools, hours, samples, edits, branches, drift, examples)
-_LAST = (chat_and_documents, uniform, systems)
 WORKLOADS: dict[str, Callable[[], list[TraceRequest]]] = {
-    each.__name__: each for each in (*_FIRST, *_MORE, *_LAST)
+    each.__name__: each
+    for each in (
+        *(documents, scan, agents, retrieval, tenants, spike, rounds, news),
+        *(tools, hours, samples, edits, branches, drift, examples),
+        *(chat_and_documents, uniform, systems),
+    )
 }

@@ -112,7 +112,7 @@ class ReplayEngine:
         first = had if self._is_lazy else 0
         present, lease = self._look_up(context, request.blocks, first)
         self._settle()
-        found = had + _leading(present[had:])
+        found = had + leading(present[had:])
         self._begin_on_device(request.blocks)
         self._count_tiers(request.blocks[had:found])
         if found > had:
@@ -186,7 +186,7 @@ class ReplayEngine:
         present[:first] = True
         if present.all():
             return
-        head = _leading(present)
+        head = leading(present)
         room = max(0, self._machine.room(self._namespace)[0] - head)  # its own head stays
         if self._device is None:
             self._touch(context, blocks[head:][present[head:]])
@@ -311,7 +311,8 @@ class ReplayEngine:
         return JobId(self._job)
 
 
-def _leading(flags: Flags) -> int:
+def leading(flags: Flags) -> int:
+    """How many of the first ones are set, without a gap."""
     return int(flags.size if flags.all() else flags.argmin())
 
 
