@@ -63,7 +63,7 @@ PYTEST = (
     "no:cacheprovider",
 )
 # Their tests compare how much of the GPU is free: nothing else may come and go meanwhile.
-JUDGE_MEMORY = ("calibration", "deaths", "driver_contract")
+JUDGE_MEMORY = ("deaths", "driver_contract")
 # What tries the probe and the benchmark on the fake driver has nothing to add to these.
 LEFT_OUT = ("benchmarks_run",)
 AT_ONCE = 6  # files of the other tests, where pytest-xdist is there

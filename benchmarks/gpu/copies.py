@@ -106,7 +106,7 @@ def mover_side(memory: DeviceMemory, cuda: Cuda, fragments: int, size: Sizes) ->
     sees = {"CUDA_VISIBLE_DEVICES": cuda.uuid(), "CUPY_CACHE_IN_MEMORY": "1"}
     remote = Remote(module=MOVER, environment=sees)
     try:
-        yield remote, remote.call("open", memory=told, pool=pool, copier="auto")
+        yield remote, remote.call("open", memory=told, pool=pool)
         remote.call("finish")
     finally:
         remote.end()

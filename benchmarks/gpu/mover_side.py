@@ -40,11 +40,11 @@ class MoverSide:
         self._engine: CopyEngine | None = None
         self._parts: dict[tuple[str, tuple[float, float]], LocatedPart] = {}
 
-    def open(self, memory: dict[str, Any], pool: dict[str, Any], copier: str) -> dict[str, Any]:
+    def open(self, memory: dict[str, Any], pool: dict[str, Any]) -> dict[str, Any]:
         """Open the engine's memory and the pool's extents, and register these.
 
         memory: handle, offset, bytes, uuid, block_bytes, fragments. pool: directory,
-        extent_bytes, extents. Answers the copiers chosen, and what could not be pinned.
+        extent_bytes, extents. Answers the copier, and what could not be pinned.
         """
         block_bytes, fragments = memory["block_bytes"], memory["fragments"]
         blocks, size = memory["bytes"] // block_bytes, block_bytes // fragments
@@ -56,7 +56,7 @@ class MoverSide:
             (GroupMap(blocks, 1, block_bytes, specs),),
             Path(pool["directory"]),
             ExtentFiles(Path(pool["directory"]) / "extents", 0, pool["extent_bytes"]),
-            gpu=GpuConfig(memory["uuid"], copier),
+            gpu=GpuConfig(memory["uuid"]),
         )
         self._engine = open_engine(config)
         began = time.perf_counter()
@@ -72,8 +72,7 @@ class MoverSide:
         assert facts.gpu is not None
         return {
             "transport": facts.transport,
-            "store": facts.store.copier,
-            "load": facts.load.copier,
+            "copier": facts.copier,
             "unregistered_extents": facts.gpu.unregistered_extents,
             "context_bytes": facts.gpu.context_bytes,
             "register_seconds": seconds,

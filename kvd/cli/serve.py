@@ -265,7 +265,7 @@ class Daemon:
             config.socket_group,
             config.pool_directory,
             config.pool_bytes,
-            GpuTerms(config.gpu_copier, config.gpu_context_bytes, config.gpu_staging_bytes),
+            GpuTerms(config.gpu_context_bytes, config.gpu_staging_bytes),
         )
 
     # -- life -------------------------------------------------------------------------------

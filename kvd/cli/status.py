@@ -174,7 +174,7 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
             r.mover_pid,
             r.worker_pid,
             r.transport,
-            r.store_copier,
+            r.copier,
             f"{size(r.bytes_stored)} at {size(r.store_bytes_per_second)}/s",
             f"{size(r.bytes_loaded)} at {size(r.load_bytes_per_second)}/s",
         )
@@ -189,7 +189,7 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
             "",
         )
     yield from (
-        f"  session {s.session_id} rank {r.rank} copies by {r.store_copier}: {r.copier_note}"
+        f"  session {s.session_id} rank {r.rank} copies by {r.copier}: {r.copier_note}"
         for s in status.sessions
         for r in s.ranks
         if r.copier_note
@@ -205,8 +205,6 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
             session,
             r.rank,
             r.gpu.uuid,
-            _copier(r.store_copier, r.gpu.calibrated_store_bytes_per_second),
-            _copier(r.load_copier, r.gpu.calibrated_load_bytes_per_second),
             size(r.gpu.context_bytes) if r.gpu.context_bytes else "unknown",
             size(r.gpu.registered_bytes),
             r.gpu.numa_node if r.gpu.numa_node >= 0 else "unknown",
@@ -215,7 +213,7 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
     ]
     if rows:
         yield ""
-        heads = ("SESSION", "RANK", "GPU", "STORES BY", "LOADS BY", "CONTEXT", "PINNED", "NODE")
+        heads = ("SESSION", "RANK", "GPU", "CONTEXT", "PINNED", "NODE")
         yield from table(heads, rows, "")
     for session, r in ranks:
         where = f"  WARNING: session {session} rank {r.rank}:"
@@ -256,10 +254,6 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
                 f"  tier {tier.name}: it was too slow for {tier.blocks_too_slow} blocks; an answer"
                 f" takes {tier.answer_seconds:.3f} s now, a copy {tier.read_seconds:.3f} s"
             )
-
-
-def _copier(name: str, bytes_per_second: float) -> str:
-    return f"{name} {bytes_per_second / 1e9:.1f} GB/s" if bytes_per_second else name
 
 
 def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str]:

@@ -159,7 +159,7 @@ def _sessions(status: pb.StatusResponse) -> Table:
         table.add_column(name)
     for session in status.sessions[:SESSIONS_SHOWN]:
         transports = sorted({rank.transport for rank in session.ranks})
-        copiers = sorted({rank.store_copier for rank in session.ranks})
+        copiers = sorted({rank.copier for rank in session.ranks})
         table.add_row(
             str(session.session_id),
             Text(printable(session.engine_id)),

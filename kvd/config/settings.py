@@ -42,7 +42,6 @@ from kvd.linux.plain_file import NotPlainError, read_plain
 from kvd.pool.config import MAX_POOL_BYTES, Checksums, chosen_extent_bytes
 
 MIB = 1 << 20
-COPIERS = ("auto", "batch", "plain", "strided", "kernel")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -73,7 +72,6 @@ class Config:
     private_grace_seconds: float
     submit_deadline_seconds: float
     copy_deadline_seconds: float
-    gpu_copier: str
     gpu_context_bytes: int
     gpu_staging_bytes: int
     http_address: str
@@ -239,14 +237,8 @@ SETTINGS: tuple[Setting, ...] = (
         "how long a copy may then take; after that its mover is ended",
     ),
     Setting(
-        "gpu_copier",
-        "auto",
-        one_of(*COPIERS),
-        "how bytes move to and from a GPU: " + ", ".join(COPIERS) + "; auto: the fastest there",
-    ),
-    Setting(
         "gpu_context_bytes",
-        "512MiB",
+        "640MiB",
         read_gpu_size(0, 16 << 30),
         "GPU memory that a mover is expected to take, unless less was measured on that GPU",
     ),

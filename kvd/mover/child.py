@@ -1,4 +1,4 @@
-"""What runs in the mover process: one thread listens, two copy, one warms.
+"""What runs in the mover process: one thread listens, two or four copy, one warms.
 
 Nothing here ever times out or polls: the listening thread sleeps until control writes, the
 worker rings or control goes away, which ends the process at once.
@@ -98,6 +98,8 @@ class MoverLoop:
         self._until_stop = (native.address_of(self._stop_word), 1)
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
+        self._ends = dict.fromkeys(JobKind, 0)  # when the last copy of a direction ended
+        self._ends_lock = threading.Lock()
         self._facts_told: MoverFacts | None = None
         self._facts_lock = threading.Lock()
         self._piece_bytes = PIECE_BYTES if config.gpu is None else GPU_PIECE_BYTES
@@ -107,7 +109,7 @@ class MoverLoop:
     def start(self) -> None:
         """Start the threads; returns when the engine's memory is warm, or after a while."""
         threading.Thread(target=self._warm, name="warm", daemon=True).start()
-        for kind in JobKind:
+        for kind in tuple(JobKind) * self._engine.copies_at_once:
             copier = threading.Thread(
                 target=self._copy_all, args=(kind,), name=kind.name.lower(), daemon=True
             )
@@ -189,11 +191,18 @@ class MoverLoop:
             copy = Copy()
             started = time.monotonic_ns()
             outcome = self._copy(transfer.order, copy)
-            copy.duration_ns = time.monotonic_ns() - started
+            copy.duration_ns = self._own_time(kind, started)
             self._queue.end(transfer)
             self._report(transfer.order, outcome, copy)
             self._rows.release(transfer.extents)
             self.report_facts()
+
+    def _own_time(self, kind: JobKind, started_ns: int) -> int:
+        """Nanoseconds since a copy began, without those that its direction's last one counted."""
+        with self._ends_lock:
+            now = time.monotonic_ns()
+            counted, self._ends[kind] = self._ends[kind], now
+        return now - max(started_ns, counted)
 
     def _copy(self, order: TransferOrder, copy: Copy) -> TransferOutcome:
         try:

@@ -38,10 +38,12 @@ class DeviceLost(Exception):
 class CopyEngine(Protocol):
     """Moves blocks between one rank's memory and its shard's extents.
 
-    `copy` runs in one thread per direction, both at once; the warm calls in a thread of their
-    own; opening and closing in the main thread. An extent is closed only when no call uses it.
-    Where the rank's memory is a GPU's, every call may raise DeviceLost.
+    `copy` runs in `copies_at_once` threads per direction, all at once; the warm calls in a thread
+    of their own; opening and closing in the main thread. An extent is closed only when no call
+    uses it. Where the rank's memory is a GPU's, every call may raise DeviceLost.
     """
+
+    copies_at_once: int
 
     @property
     def facts(self) -> MoverFacts:

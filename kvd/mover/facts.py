@@ -1,10 +1,10 @@
-"""What a mover says of itself: how it reaches the rank's memory, and how fast."""
+"""What a mover says of itself: how it reaches the rank's memory, and how it copies."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvd import native
@@ -13,22 +13,13 @@ HOST_SHARED_MEMORY = "host-shm"
 CUDA_IPC = "cuda-ipc"
 CUDA_VMM = "cuda-vmm"
 NODE_UNKNOWN = -1
-MOST_BYTES_PER_SECOND = 1e15  # what is faster was not measured right
 
 _TRANSPORTS = (HOST_SHARED_MEMORY, CUDA_IPC, CUDA_VMM)
 _NATIVE = tuple(f"native-{level}" for level in native.LEVELS)
-_COPIERS = ("memcpy", "numpy", *_NATIVE, "batch", "plain", "strided", "kernel")
+_COPIERS = ("memcpy", "numpy", *_NATIVE, "batch", "plain")
 _MOST_CHARACTERS = 256
 _MOST_COUNT = (1 << 63) - 1
 _MOST_NODE = 1023
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPath:
-    """How one direction's bytes are moved, and its speed in the calibration (0: none was made)."""
-
-    copier: str = "memcpy"  # until the mover has told
-    bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +44,11 @@ class GpuFacts:
 class MoverFacts:
     """What a mover says of itself: the transport in use, and for a GPU its figures.
 
-    note: why its copies are not faster, where that can be helped.
+    copier: by what it moves bytes. note: why its copies are not faster, where that can be helped.
     """
 
     transport: str = HOST_SHARED_MEMORY
-    store: CopyPath = field(default_factory=CopyPath)
-    load: CopyPath = field(default_factory=CopyPath)
+    copier: str = "memcpy"  # until the mover has told
     gpu: GpuFacts | None = None
     note: str = ""
 
@@ -66,10 +56,9 @@ class MoverFacts:
     def of_host_memory(cls, level: str | None, why_not: str) -> MoverFacts:
         """Copies by the native library at this level; None: by numpy, and why."""
         if level is not None:
-            path = CopyPath(f"native-{level}")
-            return cls(store=path, load=path)
+            return cls(copier=f"native-{level}")
         why = "".join(c if c.isprintable() else " " for c in why_not)[:_MOST_CHARACTERS]
-        return cls(store=CopyPath("numpy"), load=CopyPath("numpy"), note=why)
+        return cls(copier="numpy", note=why)
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -85,20 +74,12 @@ class MoverFacts:
             gpu = told["gpu"]
             return cls(
                 _one_of(_TRANSPORTS, told["transport"]),
-                _path(told["store"]),
-                _path(told["load"]),
+                _one_of(_COPIERS, told["copier"]),
                 None if gpu is None else _gpu(gpu),
                 _text(told["note"]),
             )
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"no facts: {error!r:.200}") from error
-
-
-def _path(told: Mapping[str, Any]) -> CopyPath:
-    speed = told["bytes_per_second"]
-    if type(speed) is not float or not 0 <= speed <= MOST_BYTES_PER_SECOND:
-        raise ValueError(f"a speed of {speed!r:.40}")
-    return CopyPath(_one_of(_COPIERS, told["copier"]), speed)
 
 
 def _gpu(told: Mapping[str, Any]) -> GpuFacts:

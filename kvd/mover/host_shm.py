@@ -132,6 +132,8 @@ class HostSharedMemory:
     numpy.
     """
 
+    copies_at_once = 1  # a copy keeps a processor busy from its beginning to its end
+
     def __init__(self, config: MoverConfig, library: native.Library | None = None) -> None:
         check_config(config)
         level = None if library is None else library.level

@@ -49,14 +49,9 @@ class CudaRegion:
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """The GPU that a rank's memory is on, and how to copy there.
-
-    copier: "auto" (by calibration), "batch", "plain", "strided", "kernel".
-    """
+    """The GPU that a rank's memory is on."""
 
     uuid: str
-    copier: str = "auto"
-    batch_descriptors: int = 4096  # most copies in one call of cuMemcpyBatchAsync
     staging_bytes: int = 16 << 20  # pinned, per direction, at least a part: for unpinned extents
     bind_to_node: bool = True  # threads stay on the GPU's NUMA node
     free_bytes_before: int = 0  # of the GPU, as the worker saw it before it registered; 0: not told

@@ -47,7 +47,7 @@ __all__ = [
 MAX_TRANSFERS_QUEUED = 4096
 MAX_ORDER_BYTES_QUEUED = 32 << 20
 START_S = 30.0
-START_GPU_S = 60.0  # CuPy's import, the driver's start, a context, a calibration
+START_GPU_S = 60.0  # CuPy's import, the driver's start, a context
 # Copies past this size bypass the cache, so that two movers don't fight over it.
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 

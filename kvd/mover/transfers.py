@@ -152,6 +152,7 @@ class TransferQueue:
         while True:
             transfer = self._queues[kind].get()
             if transfer is None or self._closed:
+                self._queues[kind].put(None)  # for the next thread of that direction
                 return None
             with self._lock:
                 if transfer.state is TransferState.QUEUED:  # else it was revoked meanwhile

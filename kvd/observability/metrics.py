@@ -327,11 +327,11 @@ class RankCollector(Collector):
         transports = GaugeMetricFamily(
             "kvd_rank_transport_info",
             "1; the labels say how a rank's memory is reached and by what its bytes are moved.",
-            labels=[*_RANK, "transport", "store_copier", "load_copier"],
+            labels=[*_RANK, "transport", "copier"],
         )
         for attached in ranks:
             facts = attached.process.facts
-            copiers = [facts.store.copier, facts.load.copier]
+            copiers = [facts.copier]
             transports.add_metric([*_rank_labels(attached), facts.transport, *copiers], 1)
         yield transports
         yield from _gpu_families(ranks)
@@ -363,11 +363,6 @@ def _gpu_families(ranks: Iterable[AttachedMover]) -> Iterator[Metric]:
         "Bytes copied through the buffer, for their extents were not pinned.",
         labels=_RANK,
     )
-    calibrated = GaugeMetricFamily(
-        "kvd_mover_calibrated_bytes_per_second",
-        "Speed of the chosen way to copy when the rank's mover started, by kind; 0: not measured.",
-        labels=[*_RANK, "kind"],
-    )
     for attached in ranks:
         facts, labels = attached.process.facts, _rank_labels(attached)
         if facts.gpu is not None:
@@ -375,9 +370,7 @@ def _gpu_families(ranks: Iterable[AttachedMover]) -> Iterator[Metric]:
             registered.add_metric(labels, facts.gpu.registered_bytes)
             unregistered.add_metric(labels, facts.gpu.unregistered_extents)
             staged.add_metric(labels, facts.gpu.staged_bytes)
-            calibrated.add_metric([*labels, "store"], facts.store.bytes_per_second)
-            calibrated.add_metric([*labels, "load"], facts.load.bytes_per_second)
-    yield from (context, registered, unregistered, staged, calibrated)
+    yield from (context, registered, unregistered, staged)
 
 
 class ProcessCollector(Collector):

@@ -218,6 +218,5 @@ def _rank(attached: AttachedMover) -> dict[str, Any]:
         "session": attached.session,
         "rank": attached.placement.rank,
         "transport": facts.transport,
-        "store_copier": facts.store.copier,
-        "load_copier": facts.load.copier,
+        "copier": facts.copier,
     }

@@ -18,6 +18,8 @@ class FakeCopyEngine:
     A closed extent keeps its bytes, as a file would. `broken` extents fail every copy.
     """
 
+    copies_at_once = 1
+
     def __init__(self, config: MoverConfig) -> None:
         check_config(config)
         self.facts = MoverFacts()

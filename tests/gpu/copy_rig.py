@@ -5,17 +5,36 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from kvd.core.events import JobKind
 from kvd.mover.cuda.runs import Runs
-from kvd.mover.layout import GpuConfig
+
+if TYPE_CHECKING:
+    from kvd.mover.cuda.copiers import Copier
 
 Bytes = npt.NDArray[np.uint8]
 
-GPU = GpuConfig("GPU-of-the-test")
+WAYS = ("as it is", "plain", "batch", "strided")
+
+
+@contextmanager
+def copying(way: str) -> Iterator[Copier]:
+    """A copier that takes that way wherever it can, whatever is faster: "plain" has no batches,
+    "strided" has strided copies for all that is evenly spaced, "batch" has none."""
+    from kvd.mover.cuda import copiers
+
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "strided":
+            patch.setattr(copiers, "LEAST_STEPS", 2)
+            patch.setattr(copiers, "NARROW_BYTES", 1 << 40)
+        if way == "batch":
+            patch.setattr(copiers, "LEAST_STEPS", 1 << 40)
+        yield copiers.Copier(None if way == "plain" else copiers.batch_call())
 
 
 class Rig:
@@ -52,14 +71,13 @@ class Rig:
         """Return once all that is queued has run."""
         self.runtime.streamSynchronize(self.stream)
 
-    def copy(self, name: str, kind: JobKind, runs: Runs, gpu: GpuConfig = GPU) -> None:
-        """Copy with a fresh copier of that name, and wait for the bytes."""
-        from kvd.mover.cuda.copiers import make_copier
-
-        make_copier(name, gpu).submit(kind, runs, self.stream)
+    def copy(self, way: str, kind: JobKind, runs: Runs) -> None:
+        """Copy with a fresh copier, and wait for the bytes."""
+        with copying(way) as copier:
+            copier.submit(kind, runs, self.stream)
         self.sync()
 
-    def check(self, name: str, kind: JobKind, runs: Runs, gpu: GpuConfig = GPU) -> None:
+    def check(self, way: str, kind: JobKind, runs: Runs) -> None:
         """Copy, and compare every byte on both sides with copies made in host memory."""
         host, device = self.host.copy(), self.read_device()
         for host_at, device_at, width in self._stretches(runs):
@@ -67,7 +85,7 @@ class Rig:
                 host[host_at : host_at + width] = device[device_at : device_at + width]
             else:
                 device[device_at : device_at + width] = host[host_at : host_at + width]
-        self.copy(name, kind, runs, gpu)
+        self.copy(way, kind, runs)
         assert np.array_equal(self.host, host)
         assert np.array_equal(self.read_device(), device)
 

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +121,7 @@ def workshop_of(driver: Driver, exporter: Exporter) -> Iterator[Workshop]:
     """A workshop whose files and allocations are gone afterwards."""
     directory = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
     (directory / "extents").mkdir()
-    gpu = GpuConfig(exporter.uuid, copier="plain", staging_bytes=1 << 20)
+    gpu = GpuConfig(exporter.uuid, staging_bytes=1 << 20)
     shop = Workshop(directory, driver, exporter, gpu)
     for number in range(EXTENTS):
         with shop.extents.path(number).open("wb") as file:
@@ -171,12 +171,10 @@ class Bench:
 
 
 @contextmanager
-def bench_of(shop: Workshop, config: MoverConfig, copier: str = "plain") -> Iterator[Bench]:
+def bench_of(shop: Workshop, config: MoverConfig) -> Iterator[Bench]:
     """An engine with all extents open and not warm yet, all memory filled with noise."""
     from kvd.mover.cuda.engine import CudaCopyEngine
 
-    assert config.gpu is not None
-    config = replace(config, gpu=replace(config.gpu, copier=copier))
     noise = np.random.default_rng(7)
     device = []
     for allocation in shop.allocations:
@@ -186,26 +184,10 @@ def bench_of(shop: Workshop, config: MoverConfig, copier: str = "plain") -> Iter
     for number in range(EXTENTS):
         pool.append(noise.integers(1, 256, EXTENT_BYTES, dtype=np.uint8))
         shop.extent(number)[:] = pool[-1]
-    with at_once(shop.driver):
-        engine = CudaCopyEngine(config)
-    bench = Bench(shop, config, engine, device, pool)
+    bench = Bench(shop, config, CudaCopyEngine(config), device, pool)
     for extent in range(EXTENTS):
         bench.engine.open_extent(extent)
     try:
         yield bench
     finally:
         bench.engine.close()
-
-
-@contextmanager
-def at_once(driver: Driver) -> Iterator[None]:
-    """The fake's copies begin at once meanwhile: a calibration makes thousands."""
-    if not driver.is_fake:
-        yield
-        return
-    latency = driver.setting("latency.microseconds")
-    driver.inject("latency", microseconds=0)
-    try:
-        yield
-    finally:
-        driver.inject("latency", microseconds=latency)

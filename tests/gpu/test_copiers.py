@@ -15,13 +15,12 @@ from kvd.core.events import JobKind
 from kvd.mover.cuda.runs import Runs, runs_of
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
 from kvd_proto.libcuda import CopyAttributes, CudaError, Libcuda
-from tests.gpu.copy_rig import GPU, Rig, open_rig
+from tests.gpu.copy_rig import WAYS, Rig, copying, open_rig
 from tests.gpu.driver import Driver
 
 MIB = 1 << 20
-NAMES = ("batch", "plain", "strided", "kernel")
 BOTH = pytest.mark.parametrize("kind", list(JobKind), ids=["store", "load"])
-EACH = pytest.mark.parametrize("name", NAMES)
+EACH = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture
@@ -71,30 +70,28 @@ LAYOUTS = {
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ways_copy_the_same_bytes_and_no_others(
-    rig: Rig, driver: Driver, name: str, kind: JobKind, layout: str
+    rig: Rig, driver: Driver, way: str, kind: JobKind, layout: str
 ) -> None:
     group, blocks = LAYOUTS[layout]
-    rig.check(name, kind, runs_in(rig, group, blocks))
+    rig.check(way, kind, runs_in(rig, group, blocks))
     if driver.is_fake:
         assert driver.counters()["violations"] == 0
 
 
 @EACH
-def test_nothing_to_copy_is_no_copy(rig: Rig, name: str) -> None:
-    rig.check(name, JobKind.LOAD, runs_in(rig, PADDED, []))
+def test_nothing_to_copy_is_no_copy(rig: Rig, way: str) -> None:
+    rig.check(way, JobKind.LOAD, runs_in(rig, PADDED, []))
 
 
 @EACH
-def test_copies_are_queued_behind_each_other(rig: Rig, name: str) -> None:
+def test_copies_are_queued_behind_each_other(rig: Rig, way: str) -> None:
     """A store behind a load of the same blocks brings back what the load wrote."""
-    from kvd.mover.cuda.copiers import make_copier
-
-    copier = make_copier(name, GPU)
     runs = runs_in(rig, PADDED, [3, 9, 4])
     content = rig.host.copy()
     elsewhere = replace(runs, host=runs.host + np.uint64(2 * MIB))
-    copier.submit(JobKind.LOAD, runs, rig.stream)
-    copier.submit(JobKind.STORE, elsewhere, rig.stream)
+    with copying(way) as copier:
+        copier.submit(JobKind.LOAD, runs, rig.stream)
+        copier.submit(JobKind.STORE, elsewhere, rig.stream)
     rig.sync()
     start, end = PADDED.part_bytes, 4 * PADDED.part_bytes
     assert np.array_equal(rig.host[2 * MIB + start : 2 * MIB + end], content[start:end])
@@ -103,15 +100,42 @@ def test_copies_are_queued_behind_each_other(rig: Rig, name: str) -> None:
 # -- batches --------------------------------------------------------------------------------
 
 
-def test_no_batch_is_larger_than_configured(rig: Rig, driver: Driver) -> None:
+@pytest.mark.parametrize(("blocks", "batches"), [(8, 1), (9, 2), (16, 2)])
+def test_batches_are_short(rig: Rig, driver: Driver, blocks: int, batches: int) -> None:
     if not driver.is_fake:
         pytest.skip("a real driver does not count its calls")
-    runs = runs_in(rig, PADDED, [1, 3, 5, 7])
-    copies = len(runs.expand()[0])
-    assert copies == 32
-    rig.check("batch", JobKind.STORE, runs, replace(GPU, batch_descriptors=7))
+    runs = runs_in(rig, PADDED, list(range(0, 2 * blocks, 2)))
+    rig.check("batch", JobKind.STORE, runs)
     counted = driver.counters()
-    assert (counted["batches"], counted["batch_copies"]) == (5, copies)
+    assert (counted["batches"], counted["batch_copies"]) == (batches, 8 * blocks)
+
+
+@BOTH
+def test_narrow_even_stretches_go_strided_and_all_others_in_batches(
+    rig: Rig, driver: Driver, kind: JobKind
+) -> None:
+    if not driver.is_fake:
+        pytest.skip("a real driver does not count its calls")
+    width = 32 << 10
+    even = run(rig, (width, 2 * width), width=width, height=8)
+    few = run(rig, (width, 2 * width), width=width, height=7)
+    wide = run(rig, (2 * width, 4 * width), width=2 * width, height=8)
+    columns = zip(*map(_columns, (even, few, wide)), strict=True)
+    together = Runs(*(np.concatenate(column) for column in columns))
+    rig.copy("as it is", kind, together)
+    counted = driver.counters()
+    assert (counted["copies_2d"], counted["batch_copies"], counted["batches"]) == (1, 15, 1)
+
+
+def _columns(runs: Runs) -> tuple[Any, ...]:
+    return (
+        runs.host,
+        runs.device,
+        runs.host_pitch,
+        runs.device_pitch,
+        runs.width,
+        runs.height,
+    )
 
 
 @BOTH
@@ -126,23 +150,21 @@ def test_both_forms_of_the_batch_call_copy(
     assert driver.counters()["batch_copies"] == 24
 
 
-def test_a_driver_before_batches_is_said_to_have_none(rig: Rig, driver: Driver) -> None:
+def test_a_driver_before_batches_is_said_to_have_none(
+    rig: Rig, driver: Driver, capfd: pytest.CaptureFixture[str]
+) -> None:
     if not driver.is_fake:
         pytest.skip("a real driver has its own version only")
-    from kvd.mover.cuda.copiers import CopierUnavailable, make_copier
-
     driver.inject("driver_version", version=12060)
-    with pytest.raises(CopierUnavailable, match=r"it speaks CUDA 12\.6, and CUDA 12\.8 is needed"):
-        make_copier("batch", GPU)
-    rig.check("plain", JobKind.LOAD, runs_in(rig, PADDED, [4]))
+    rig.check("as it is", JobKind.LOAD, runs_in(rig, PADDED, [4]))
+    assert "it speaks CUDA 12.6, and CUDA 12.8 is needed" in capfd.readouterr().err
+    assert driver.counters()["batches"] == 0
 
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_batches_are_never_put_on_the_legacy_stream(rig: Rig, stream: int) -> None:
-    from kvd.mover.cuda.copiers import make_copier
-
-    with pytest.raises(AssertionError, match="legacy stream"):
-        make_copier("batch", GPU).submit(JobKind.LOAD, runs_in(rig, PADDED, [4]), stream)
+    with pytest.raises(AssertionError, match="legacy stream"), copying("batch") as copier:
+        copier.submit(JobKind.LOAD, runs_in(rig, PADDED, [4]), stream)
 
 
 class Refusing:
@@ -234,23 +256,15 @@ def unreached(rig: Rig, driver: Driver) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("name", ["batch", "kernel"])
-def test_a_device_with_other_addresses_gets_no_copier_that_sends_it_the_hosts(
-    unreached: Driver, name: str
-) -> None:
-    from kvd.mover.cuda.copiers import CopierUnavailable, make_copier
-
-    with pytest.raises(CopierUnavailable, match="can't reach registered host memory"):
-        make_copier(name, GPU)
-
-
 @BOTH
-@pytest.mark.parametrize("name", ["plain", "strided"])
-def test_single_copies_find_registered_memory_whatever_its_address(
-    unreached: Driver, rig: Rig, name: str, kind: JobKind
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_with_other_addresses_gets_no_batches_that_send_it_the_hosts(
+    unreached: Driver, rig: Rig, way: str, kind: JobKind, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rig.check(name, kind, runs_in(rig, PADDED, [5, 6, 2]))
-    assert unreached.counters()["violations"] == 0
+    rig.check(way, kind, runs_in(rig, PADDED, [5, 6, 2]))
+    counted = unreached.counters()
+    assert (counted["violations"], counted["batches"]) == (0, 0)
+    assert ("can't reach host memory" in capfd.readouterr().err) == (way != "plain")
 
 
 # -- strided copies -------------------------------------------------------------------------
@@ -300,19 +314,17 @@ def test_steps_beyond_the_devices_largest_pitch_are_copied_one_by_one(
 
 @EACH
 def test_an_error_of_the_device_is_raised_and_the_copier_goes_on(
-    rig: Rig, driver: Driver, name: str
+    rig: Rig, driver: Driver, way: str
 ) -> None:
     if not driver.is_fake:
         pytest.skip("a real device is not broken on purpose")
-    from kvd.mover.cuda.copiers import make_copier
-
-    copier = make_copier(name, GPU)
     runs = runs_in(rig, ODD_WORDS, [2, 8, 5])
-    driver.inject("copy_error", code=2, after=0)
-    with pytest.raises((CudaError, rig.runtime.CUDARuntimeError)):
-        submit_and_wait(rig, lambda: copier.submit(JobKind.LOAD, runs, rig.stream))
-    driver.reset()
-    copier.submit(JobKind.LOAD, runs, rig.stream)
+    with copying(way) as copier:
+        driver.inject("copy_error", code=2, after=0)
+        with pytest.raises((CudaError, rig.runtime.CUDARuntimeError)):
+            submit_and_wait(rig, lambda: copier.submit(JobKind.LOAD, runs, rig.stream))
+        driver.reset()
+        copier.submit(JobKind.LOAD, runs, rig.stream)
     rig.sync()
     first = ODD_WORDS.fragments[0]
     at = first.base + 2 * first.stride
@@ -327,19 +339,17 @@ def submit_and_wait(rig: Rig, submit: Callable[[], None]) -> None:
 
 @EACH
 def test_what_a_queued_copy_needs_lives_until_it_has_run(
-    rig: Rig, driver: Driver, name: str
+    rig: Rig, driver: Driver, way: str
 ) -> None:
     if driver.is_fake:
         driver.inject("latency", microseconds=3000)
-    from kvd.mover.cuda.copiers import make_copier
-
-    copier = make_copier(name, GPU)
     content = rig.host.copy()
     blocks = list(range(0, 32, 2))
-    for block in blocks:  # each with lists of its own, all of them queued before the first has run
-        runs = runs_in(rig, PADDED, [block])
-        copier.submit(JobKind.LOAD, runs, rig.stream)
-        del runs
+    with copying(way) as copier:
+        for block in blocks:  # each with lists of its own, all queued before the first has run
+            runs = runs_in(rig, PADDED, [block])
+            copier.submit(JobKind.LOAD, runs, rig.stream)
+            del runs
     rig.sync()
     expected = content[PADDED.part_bytes : 2 * PADDED.part_bytes]
     for block in blocks:

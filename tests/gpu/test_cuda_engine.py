@@ -85,15 +85,14 @@ def scattered(group: GroupMap, number: int) -> LocatedPart:
     return part(number, places, rows)
 
 
-@pytest.mark.parametrize("copier", ["plain", "strided", "batch", "kernel"])
 @PATHS
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.__name__ for layout in LAYOUTS])
 def test_blocks_land_in_their_places_and_nowhere_else(
-    workshop: Workshop, layout: Layout, kind: JobKind, warm: bool, copier: str
+    workshop: Workshop, layout: Layout, kind: JobKind, warm: bool
 ) -> None:
     region_bytes, groups = layout()
-    with bench_of(workshop, workshop.config(region_bytes, groups), copier) as bench:
+    with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:
         if warm:
             bench.warm()
         for number, group in enumerate(groups):
@@ -235,7 +234,7 @@ def test_any_layout_and_any_blocks_move_exactly_their_bytes_both_ways(
     workshop: Workshop, copy: tuple[list[int], GroupMap, LocatedPart], warm: bool
 ) -> None:
     region_bytes, group, moved = copy
-    with bench_of(workshop, workshop.config(region_bytes, (group,)), "strided") as bench:
+    with bench_of(workshop, workshop.config(region_bytes, (group,))) as bench:
         if warm:
             bench.warm()
         bench.copy(JobKind.STORE, moved)

@@ -12,6 +12,7 @@ from kvd.core.events import JobKind
 from kvd.mover.copy_engine import DeviceLost
 from kvd.mover.facts import GpuFacts
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
+from kvd_proto.libcuda import CudaError
 from tests.contract.test_copy_engine_contract import part
 from tests.gpu.cuda_bench import EXTENT_BYTES, EXTENTS, Bench, Workshop, bench_of, workshop_of
 from tests.gpu.driver import Driver, Exporter
@@ -191,6 +192,15 @@ def test_loads_and_stores_go_on_at_once_and_both_are_right(bench: Bench, driver:
 # -- errors ---------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several calls for a few blocks."""
+    from kvd.mover.cuda import copiers
+
+    monkeypatch.setattr(copiers, "BATCH_COPIES", 2)
+
+
+@pytest.mark.usefixtures("short_batches")
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("warm", [True, False], ids=["pinned", "staged"])
 @pytest.mark.parametrize("kind", list(JobKind), ids=["store", "load"])
@@ -211,6 +221,7 @@ def test_an_error_that_leaves_copies_in_doubt_loses_the_device(
         fake.reset()  # so that the bench can be taken apart
 
 
+@pytest.mark.usefixtures("short_batches")
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("warm", [True, False], ids=["pinned", "staged"])
 @pytest.mark.parametrize("kind", list(JobKind), ids=["store", "load"])
@@ -221,7 +232,7 @@ def test_an_error_of_one_call_fails_its_transfer_only(
         bench.warm()
     moved = blocks([1, 5, 3, 7, 9])
     fake.inject("copy_error", code=INVALID_VALUE, after=after)
-    with pytest.raises(RuntimeError, match="InvalidValue"):
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
         bench.engine.copy(kind, moved, lambda: True)
     fake.reset()
     bench.copy(kind, moved)
@@ -262,9 +273,8 @@ def test_regions_of_one_allocation_are_one_open_handle(workshop: Workshop, fake:
     regions = tuple(replace(whole, offset=whole.offset + 8 * n, bytes=256) for n in range(5))
     fragment = FragmentSpec(4, 0, 32, 16)
     group = GroupMap(8, 1, 16, (fragment,))
-    gpu = replace(config.gpu, copier="plain")
     before = fake.counters()
-    engine = CudaCopyEngine(replace(config, regions=regions, groups=(group,), gpu=gpu))
+    engine = CudaCopyEngine(replace(config, regions=regions, groups=(group,)))
     assert fake.counters()["ipc_opens"] - before["ipc_opens"] == 1
     engine.close()
     after = fake.counters()

@@ -13,7 +13,7 @@ from kvd.core.events import JobKind
 from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig
 from kvd.processes.mappings import ExtentFiles
 from tests.contract.test_copy_engine_contract import part
-from tests.gpu.cuda_bench import Workshop, at_once, workshop_of
+from tests.gpu.cuda_bench import Workshop, workshop_of
 from tests.gpu.driver import Driver, Exporter
 from tests.huge_pages import PAGE_BYTES, huge_pages
 
@@ -49,8 +49,7 @@ def test_blocks_go_to_pinned_huge_pages_and_back(workshop: Workshop, config: Mov
     (allocation,) = workshop.allocations
     written = np.random.default_rng(3).integers(1, 256, allocation.bytes, dtype=np.uint8)
     workshop.exporter.write(allocation.address, written.tobytes())
-    with at_once(workshop.driver):
-        engine = CudaCopyEngine(config)
+    engine = CudaCopyEngine(config)
     views = [engine.open_extent(extent) for extent in range(EXTENTS)]
     for extent in range(EXTENTS):
         engine.warm_extent(extent, lambda: True)

@@ -98,11 +98,7 @@ async def test_a_mover_stores_and_loads_gpu_memory_and_says_how(workshop: Worksh
     assert workshop.extent(0)[:BLOCK_BYTES].tobytes() == content[:BLOCK_BYTES]
     assert workshop.exporter.read(where + 7 * BLOCK_BYTES, BLOCK_BYTES) == content[:BLOCK_BYTES]
     assert workshop.exporter.read(where, BLOCK_BYTES) == content[BLOCK_BYTES:]
-    assert (facts.transport, facts.store.copier, facts.load.copier) == (
-        "cuda-ipc",
-        "plain",
-        "plain",
-    )
+    assert (facts.transport, facts.copier) == ("cuda-ipc", "batch")
     assert facts.gpu is not None
     assert facts.gpu.uuid == workshop.gpu.uuid
     assert facts.gpu.registered_bytes == EXTENTS * EXTENT_BYTES
@@ -231,7 +227,7 @@ def short_handle(config: MoverConfig) -> MoverConfig:
 
 
 def on_gpu(uuid: str) -> Callable[[MoverConfig], MoverConfig]:
-    return lambda config: replace(config, gpu=GpuConfig(uuid, copier="plain"))
+    return lambda config: replace(config, gpu=GpuConfig(uuid))
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,7 @@ def test_status_says_how_a_gpu_rank_is_reached(scene: GpuScene, driver: Driver) 
     [by_handle], [by_descriptor] = scene.ranks_of(ipc), scene.ranks_of(vmm)
     assert (by_handle.transport, by_descriptor.transport) == ("cuda-ipc", "cuda-vmm")
     assert by_handle.gpu.uuid == by_descriptor.gpu.uuid == driver.uuids[0]
-    assert by_handle.store_copier in ("batch", "plain", "strided")
-    assert by_handle.gpu.calibrated_store_bytes_per_second > 0
+    assert by_handle.copier == "batch"
     assert by_handle.gpu.context_bytes > 0
     assert by_handle.gpu.unregistered_extents == 0
 

@@ -23,10 +23,10 @@ def rig(driver: Driver) -> Iterator[Rig]:
 
 def shut(stream: int) -> threading.Event:
     """Let the stream stand still until the event is set."""
-    from kvd.mover.cuda.kernel import stream_of
+    import cupy
 
     gate = threading.Event()
-    stream_of(stream).launch_host_func(lambda _: gate.wait(GATE_S), None)
+    cupy.cuda.ExternalStream(stream).launch_host_func(lambda _: gate.wait(GATE_S), None)
     return gate
 
 
@@ -81,12 +81,11 @@ def test_a_refused_batch_is_told_even_where_its_end_cant_be_noted(rig: Rig, driv
         pytest.skip("a real device is not broken on purpose")
     import numpy as np
 
-    from kvd.mover.cuda.copiers import make_copier
+    from kvd.mover.cuda.copiers import Copier, batch_call
     from kvd.mover.cuda.runs import Runs
-    from kvd.mover.layout import GpuConfig
     from kvd_proto.libcuda import CudaError
 
-    copier = make_copier("batch", GpuConfig("GPU-1"))
+    copier = Copier(batch_call())
     values = (rig.host_address, rig.device, 8, 8, 8, 1)
     runs = Runs(*(np.array([value], dtype=np.uint64) for value in values))
     driver.inject("copy_error", code=700, after=0)

@@ -158,7 +158,7 @@ def test_a_rank_hears_its_transport_and_what_its_mover_takes(
         assert worker.answer.gpu_context_bytes >= driver.setting("context_bytes.bytes")
     line = [text for text in running.log.read_text().splitlines() if "cuda-ipc on" in text][-1]
     assert worker.exporter.uuid in line
-    assert "stores by" in line
+    assert "copied by batch" in line
 
 
 def offered(worker: GpuWorker, address: int) -> pb.MemoryHandle:
@@ -260,18 +260,6 @@ def test_a_second_live_start_of_an_engine_is_refused_on_a_gpu_too(
     with closing(GpuWorker(running.socket, exporter, driver)) as second:
         reason, field, _ = refused(second, identity=identity(nonce=b"m" * 16))
     assert (reason, field) == ("ENGINE_ALREADY_LIVES", "identity.engine_id")
-
-
-def test_the_operators_copier_is_used(exporter: Exporter, driver: Driver) -> None:
-    flags = ("--pool-bytes", "32MiB", "--gpu-copier", "plain", "--gpu-staging-bytes", "2MiB")
-    with (
-        daemon(*flags, environment=driver.environment()) as started,
-        closing(GpuWorker(started.socket, exporter, driver)) as worker,
-    ):
-        worker.register()
-        with scheduler_of(worker):
-            (rank,) = worker.status().sessions[0].ranks
-    assert (rank.store_copier, rank.load_copier) == ("plain", "plain")
 
 
 @pytest.mark.usefixtures("only_fake")

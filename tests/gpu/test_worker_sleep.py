@@ -47,7 +47,7 @@ def copies(driver: Driver) -> int:
     if not driver.is_fake:
         return 0
     counters = driver.counters()
-    return sum(counters[name] for name in ("copies_async", "copies_2d", "batches", "kernels"))
+    return sum(counters[name] for name in ("copies_async", "copies_2d", "batches"))
 
 
 def free_all(process: RankProcess, layers: Sequence[int], driver: Driver) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvd.core.errors import InvalidArgument
 from kvd.mover import registration_errors
-from kvd.mover.facts import CopyPath, GpuFacts, MoverFacts
+from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.layout import GpuConfig
 from kvd_proto.v1 import worker_pb2 as pb
 
@@ -27,8 +27,7 @@ UTILIZATION_STEP = 0.01  # what engines' settings are written in
 class GpuTerms:
     """The operator's settings for GPUs."""
 
-    copier: str = "auto"
-    context_bytes: int = 512 * MIB  # assumed, unless less was measured
+    context_bytes: int = 640 * MIB  # assumed, unless less was measured
     staging_bytes: int = 16 * MIB
 
 
@@ -65,7 +64,6 @@ class GpuCapacity:
             )
         return GpuConfig(
             uuid,
-            copier=self._terms.copier,
             staging_bytes=self._terms.staging_bytes,
             free_bytes_before=memory.free_bytes,
         )
@@ -94,14 +92,9 @@ def in_words(facts: MoverFacts) -> str:
     gpu = facts.gpu
     if gpu is None:
         why = f", since {facts.note}" if facts.note else ""
-        return f"{facts.transport}, copied by {facts.store.copier}{why}"
+        return f"{facts.transport}, copied by {facts.copier}{why}"
     context = f"{gpu.context_bytes // MIB} MiB" if gpu.context_bytes else "of unknown size"
     return (
         f"{facts.transport} on {gpu.uuid} ({gpu.name}, driver {gpu.driver_version});"
-        f" stores {_in_words(facts.store)}, loads {_in_words(facts.load)}; context {context}"
+        f" copied by {facts.copier}; context {context}"
     )
-
-
-def _in_words(path: CopyPath) -> str:
-    speed = f"{path.bytes_per_second / 1e9:.1f} GB/s" if path.bytes_per_second else "not calibrated"
-    return f"by {path.copier} ({speed})"

@@ -232,8 +232,7 @@ class StatusReport:
             bytes_loaded=attached.bytes_by_kind[JobKind.LOAD],
             store_bytes_per_second=_rate(attached, JobKind.STORE),
             load_bytes_per_second=_rate(attached, JobKind.LOAD),
-            store_copier=facts.store.copier,
-            load_copier=facts.load.copier,
+            copier=facts.copier,
             gpu=_gpu(facts),
             copier_note=facts.note,
         )
@@ -262,8 +261,6 @@ def _gpu(facts: MoverFacts) -> pb.GpuStatus | None:
         registered_bytes=gpu.registered_bytes,
         unregistered_extents=gpu.unregistered_extents,
         staged_bytes=gpu.staged_bytes,
-        calibrated_store_bytes_per_second=facts.store.bytes_per_second,
-        calibrated_load_bytes_per_second=facts.load.bytes_per_second,
         numa_node=gpu.numa_node,
     )
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 from cupy.cuda import runtime
 
-from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
-from kvd.mover.cuda.calibration import choose
-from kvd.mover.cuda.copiers import CopierUnavailable, make_copier
-from kvd.mover.cuda.device import FIELD, Device
+from kvd.mover.cuda.copiers import Copier, batch_call
+from kvd.mover.cuda.device import Device
 from kvd.mover.cuda.imports import Imports
-from kvd.mover.cuda.lane import Lane
+from kvd.mover.cuda.lane import Flight, Lane
 from kvd.mover.cuda.pinned import PinnedExtents, Staging
 from kvd.mover.cuda.process_memory import ProcessMemory
 from kvd.mover.cuda.runs import null_ranges, runs_of
-from kvd.mover.facts import CopyPath, GpuFacts, MoverFacts
+from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.layout import (
     CudaRegion,
     GpuConfig,
@@ -28,7 +27,6 @@ from kvd.mover.layout import (
     MoverConfig,
     check_config,
 )
-from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.libcuda import CudaError
 
@@ -36,8 +34,9 @@ Bytes = npt.NDArray[np.uint8]
 
 # Between two looks at keep_going: below a millisecond at 50 GB/s, and two may be in flight.
 MAX_PIECE_BYTES = 32 << 20
-# Planned at once, and straight or through staging as a whole; its first piece leaves at once.
+# Planned at once, and straight or through staging as a whole.
 _MAX_SLAB_BYTES = 128 << 20
+_FIRST_SLAB_BYTES = 8 << 20  # so that the first bytes leave soon; each slab is 4 times the last
 # Also planned at once: by hand, eight million tiny fragments took 3 s and a gigabyte.
 MAX_SLAB_STRETCHES = 256 << 10
 
@@ -47,6 +46,8 @@ class CudaCopyEngine:
 
     Refuses, with field and reason, what `check_config`, `Device` and `Imports` refuse.
     """
+
+    copies_at_once = 2  # the second is submitted while the first one's last pieces are copied
 
     def __init__(self, config: MoverConfig) -> None:
         check_config(config)
@@ -63,7 +64,7 @@ class CudaCopyEngine:
         self._staged_bytes = 0
         self._staged_lock = threading.Lock()
         try:
-            self._lanes, self._paths = self._open_lanes(config.gpu)
+            self._lanes = self._open_lanes(config.gpu)
         except BaseException:
             self._imports.close()
             raise
@@ -83,8 +84,7 @@ class CudaCopyEngine:
             self._staged_bytes,
             device.numa_node,
         )
-        paths = self._paths
-        return MoverFacts(self._imports.transport, paths[JobKind.STORE], paths[JobKind.LOAD], gpu)
+        return MoverFacts(self._imports.transport, self._lanes[JobKind.STORE].copier.name, gpu)
 
     def _context_bytes(self) -> int:
         """What this process takes of the GPU: counted, else estimated by how free memory fell."""
@@ -114,23 +114,24 @@ class CudaCopyEngine:
 
     def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
         lane = self._lanes[kind]
-        group = self._config.groups[part.group]
+        flight = Flight(lane)
         copied = 0
         try:
             self._device.bind()
-            for _, slab in part.pieces(_most_slots(group)):
-                if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
-                    copied += self._copy_straight(kind, slab, lane, keep_going)
-                else:
-                    copied += self._copy_staged(kind, slab, lane, keep_going)
-            lane.wait()
+            with lane.turn:
+                for slab in _slabs(part, self._config.groups[part.group]):
+                    if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
+                        copied += self._copy_straight(kind, slab, flight, keep_going)
+                    else:
+                        copied += self._copy_staged(kind, slab, flight, keep_going)
+            flight.wait()
         except BaseException:
-            lane.settle()
+            flight.settle()
             raise
         return copied
 
     def _copy_straight(
-        self, kind: JobKind, slab: LocatedPart, lane: Lane, keep_going: KeepGoing
+        self, kind: JobKind, slab: LocatedPart, flight: Flight, keep_going: KeepGoing
     ) -> int:
         """Submit the slab's copies between the GPU and its extents; the last may be in flight."""
         group = self._config.groups[slab.group]
@@ -142,69 +143,60 @@ class CudaCopyEngine:
         runs = runs_of(slab, group, self._extents.address, self._imports.addresses)
         for piece in runs.pieces(MAX_PIECE_BYTES):
             _look(keep_going)
-            lane.submit(piece)
+            flight.submit(piece)
             copied += piece.nbytes
         return copied
 
     def _copy_staged(
-        self, kind: JobKind, slab: LocatedPart, lane: Lane, keep_going: KeepGoing
+        self, kind: JobKind, slab: LocatedPart, flight: Flight, keep_going: KeepGoing
     ) -> int:
         """Copy the slab by way of the lane's staging buffer, as many slots at a time as it holds.
 
         An extent that is registered meanwhile makes no difference: only this thread touches it.
         """
-        group = self._config.groups[slab.group]
+        group, staging = self._config.groups[slab.group], self._lanes[kind].staging
         copied = 0
-        for _, slots in slab.pieces(len(lane.staging.view) // group.part_bytes):
+        for _, slots in slab.pieces(len(staging.view) // group.part_bytes):
             _look(keep_going)
-            lane.wait()  # whoever reads or fills the buffer has it alone
             size = len(slots.extents) * group.part_bytes
             staged = _laid_out(slots, group)
             if kind is JobKind.LOAD:
-                self._exchange(kind, slots, lane, group.part_bytes)
-            runs = runs_of(staged, group, lambda _: lane.staging.address, self._imports.addresses)
+                self._exchange(kind, slots, staging, group.part_bytes)
+            runs = runs_of(staged, group, lambda _: staging.address, self._imports.addresses)
             for piece in runs.pieces(MAX_PIECE_BYTES):
-                lane.submit(piece)
+                flight.submit(piece)
                 copied += piece.nbytes
+            flight.wait()  # then the buffer is the next one's
             if kind is JobKind.STORE:
-                lane.wait()
                 for _, offset, zeros in null_ranges(staged, group):
-                    lane.staging.view[offset : offset + zeros] = 0
-                self._exchange(kind, slots, lane, group.part_bytes)
+                    staging.view[offset : offset + zeros] = 0
+                self._exchange(kind, slots, staging, group.part_bytes)
             with self._staged_lock:
                 self._staged_bytes += size
         return copied
 
-    def _exchange(self, kind: JobKind, slots: LocatedPart, lane: Lane, part_bytes: int) -> None:
+    def _exchange(
+        self, kind: JobKind, slots: LocatedPart, staging: Staging, part_bytes: int
+    ) -> None:
         """Copy whole slots between their extents and where `_laid_out` has them in staging."""
         places = zip(slots.extents.tolist(), slots.offsets.tolist(), strict=True)
         for number, (extent, offset) in enumerate(places):
             slot = self._extents.view(extent)[offset : offset + part_bytes]
             start = number * part_bytes
             if kind is JobKind.STORE:
-                slot[:] = lane.staging.view[start : start + part_bytes]
+                slot[:] = staging.view[start : start + part_bytes]
             else:
-                lane.staging.view[start : start + part_bytes] = slot
+                staging.view[start : start + part_bytes] = slot
 
     # -- life -------------------------------------------------------------------------------
 
-    def _open_lanes(self, gpu: GpuConfig) -> tuple[dict[JobKind, Lane], dict[JobKind, CopyPath]]:
+    def _open_lanes(self, gpu: GpuConfig) -> dict[JobKind, Lane]:
         staging_bytes = max(gpu.staging_bytes, *(g.part_bytes for g in self._config.groups))
         try:
-            paths = choose(self._config, self._device.driver_version)
-            lanes = {
-                kind: Lane(kind, make_copier(path.copier, gpu), Staging(staging_bytes))
-                for kind, path in paths.items()
-            }
-        except CopierUnavailable as error:
-            raise InvalidArgument(
-                f"the GPU can't be copied to as gpu_copier says: {error}",
-                FIELD,
-                TRANSPORT_UNSUPPORTED,
-            ) from error
+            copier = Copier(batch_call())
+            return {kind: Lane(kind, copier, Staging(staging_bytes)) for kind in JobKind}
         except (CudaError, runtime.CUDARuntimeError) as error:
             raise self._device.refusal(error) from error
-        return lanes, paths
 
     def close(self) -> None:
         self._device.bind()
@@ -226,10 +218,14 @@ def _has_nulls(part: LocatedPart) -> bool:
     return bool((part.engine_blocks == NULL_ENGINE_BLOCK).any())
 
 
-def _most_slots(group: GroupMap) -> int:
-    """Slots of a slab."""
+def _slabs(part: LocatedPart, group: GroupMap) -> Iterator[LocatedPart]:
+    """The part in stretches of slots that are planned at once."""
     stretches = len(group.fragments) * group.blocks_per_block
-    return min(_MAX_SLAB_BYTES // group.part_bytes, MAX_SLAB_STRETCHES // stretches)
+    most = max(1, min(_MAX_SLAB_BYTES // group.part_bytes, MAX_SLAB_STRETCHES // stretches))
+    start, slots = 0, min(most, max(1, _FIRST_SLAB_BYTES // group.part_bytes))
+    while start < len(part.extents):
+        yield part.rows(slice(start, start + slots))
+        start, slots = start + slots, min(most, 4 * slots)
 
 
 def _laid_out(slots: LocatedPart, group: GroupMap) -> LocatedPart:

@@ -1,7 +1,8 @@
-"""One direction's way to the GPU: a stream, the pieces in flight on it, and a staging buffer."""
+"""One direction's way to the GPU: a stream, a staging buffer, and the copies that go over it."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 from cupy.cuda import runtime
@@ -12,7 +13,7 @@ from kvd.mover.cuda.copiers import Copier
 from kvd.mover.cuda.pinned import Staging
 from kvd.mover.cuda.runs import Runs
 
-MAX_IN_FLIGHT = 2  # one that is copied, and one behind it, so that the link never waits for us
+MAX_IN_FLIGHT = 2  # of a copy: one piece that is copied, and one behind it
 
 # Streams are non-blocking: they don't wait for the legacy stream, nor it for them. Events put
 # their waiter to sleep, since a thread that spins for 32 MiB would take a core from the engine.
@@ -21,44 +22,38 @@ _EVENT_FLAGS = runtime.eventBlockingSync | runtime.eventDisableTiming
 
 
 class Lane:
-    """Copies of one direction, in order, at most two pieces in flight. For one thread at a time.
+    """Copies of one direction, in order.
 
-    Whatever a call raises, `settle` must follow before anything else.
+    Each copy is a `Flight` in a thread of its own. A thread that submits has the `turn`, until its
+    last piece is submitted; then the next one submits behind it, while it waits. So the link
+    never waits for a processor between two copies.
     """
 
     def __init__(self, kind: JobKind, copier: Copier, staging: Staging) -> None:
-        self._kind = kind
-        self._copier = copier
-        self._stream = int(runtime.streamCreateWithFlags(_STREAM_FLAGS))
-        self._events = deque(
-            int(runtime.eventCreateWithFlags(_EVENT_FLAGS)) for _ in range(MAX_IN_FLIGHT)
-        )
-        self._in_flight: deque[int] = deque()
-        self.staging = staging
+        self.kind = kind
+        self.copier = copier
+        self.staging = staging  # of whoever has the turn
+        self.turn = threading.Lock()
+        self.stream = int(runtime.streamCreateWithFlags(_STREAM_FLAGS))
+        self._events: list[int] = []  # that nothing waits for
 
-    def submit(self, runs: Runs) -> None:
-        """Have one more piece copied; waits while there are MAX_IN_FLIGHT."""
-        if len(self._in_flight) == MAX_IN_FLIGHT:
-            self._wait_for_oldest()
-        self._copier.submit(self._kind, runs, self._stream)
-        runtime.eventRecord(self._events[0], self._stream)
-        self._in_flight.append(self._events.popleft())
+    def take_event(self) -> int:
+        """An event that nothing waits for."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return int(runtime.eventCreateWithFlags(_EVENT_FLAGS))
 
-    def wait(self) -> None:
-        """Return once nothing is in flight: all bytes have landed."""
-        while self._in_flight:
-            self._wait_for_oldest()
+    def give_back(self, event: int) -> None:
+        """Nothing waits for it any more."""
+        self._events.append(event)
 
     def settle(self) -> None:
-        """After an error: return once nothing is under way, whatever became of it.
-
-        DeviceLost: that can't be known.
-        """
-        self._events.extend(self._in_flight)
-        self._in_flight.clear()
+        """Return once nothing is under way, whatever became of it. DeviceLost: that can't be
+        known."""
         try:
-            # The stream, not the events: a submission may have failed half-way, before its event.
-            runtime.streamSynchronize(self._stream)
+            # The stream, not events: a submission may have failed half-way, before its event.
+            runtime.streamSynchronize(self.stream)
         except runtime.CUDARuntimeError as error:
             raise DeviceLost(f"copies under way are not known to have ended: {error}") from error
 
@@ -67,8 +62,40 @@ class Lane:
         self.staging.close()
         while self._events:
             runtime.eventDestroy(self._events.pop())
-        runtime.streamDestroy(self._stream)
+        runtime.streamDestroy(self.stream)
+
+
+class Flight:
+    """What one copy has under way on a lane, at most two pieces. For one thread.
+
+    Whatever a call raises, `settle` must follow before anything else.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._pieces: deque[int] = deque()  # the event behind each
+
+    def submit(self, runs: Runs) -> None:
+        """Have one more piece copied; waits while there are MAX_IN_FLIGHT. With the lane's turn."""
+        if len(self._pieces) == MAX_IN_FLIGHT:
+            self._wait_for_oldest()
+        lane = self._lane
+        lane.copier.submit(lane.kind, runs, lane.stream)
+        event = lane.take_event()
+        self._pieces.append(event)
+        runtime.eventRecord(event, lane.stream)
+
+    def wait(self) -> None:
+        """Return once nothing of it is in flight: all bytes have landed."""
+        while self._pieces:
+            self._wait_for_oldest()
+
+    def settle(self) -> None:
+        """After an error: return once nothing is under way, as `Lane.settle`."""
+        self._lane.settle()
+        while self._pieces:
+            self._lane.give_back(self._pieces.popleft())
 
     def _wait_for_oldest(self) -> None:
-        runtime.eventSynchronize(self._in_flight[0])
-        self._events.append(self._in_flight.popleft())
+        runtime.eventSynchronize(self._pieces[0])
+        self._lane.give_back(self._pieces.popleft())

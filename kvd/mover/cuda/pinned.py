@@ -20,7 +20,6 @@ from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd.processes.complaints import log_limited
 from kvd.processes.mappings import Bytes, Mapping, map_extent, warm
 
-UNREACHED = "the device can't reach registered host memory by its address"
 MAX_ATTEMPTS = 3  # to register an extent: by the warm call, then by copies that could use it
 
 # cudaHostRegisterDefault. With unified addressing, which every 64-bit Linux has, it makes the
@@ -204,16 +203,6 @@ class Staging:
         """Give it back; no copy may use it."""
         del self.view
         runtime.freeHost(self.address)
-
-
-def reached_by_host_address() -> bool:
-    """Whether the current device reaches registered memory by the host's own addresses.
-
-    Where it doesn't (GPUs lent to WSL2 and to some virtual machines), only the copies that are
-    told one by one translate them; a batch or a kernel would follow a bad address.
-    """
-    attribute = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-    return bool(runtime.deviceGetAttribute(attribute, runtime.getDevice()))
 
 
 def _free_bytes() -> int | None:

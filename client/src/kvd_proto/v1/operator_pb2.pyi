@@ -224,7 +224,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., engine_id: _Optional[str] = ..., namespace_id: _Optional[int] = ..., uid: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs_in_flight: _Optional[int] = ..., leases: _Optional[int] = ..., usable: bool = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second", "store_copier", "load_copier", "gpu", "copier_note")
+    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second", "copier", "gpu", "copier_note")
     RANK_FIELD_NUMBER: _ClassVar[int]
     MOVER_PID_FIELD_NUMBER: _ClassVar[int]
     WORKER_PID_FIELD_NUMBER: _ClassVar[int]
@@ -233,8 +233,7 @@ class RankStatus(_message.Message):
     BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
     STORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    STORE_COPIER_FIELD_NUMBER: _ClassVar[int]
-    LOAD_COPIER_FIELD_NUMBER: _ClassVar[int]
+    COPIER_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
     COPIER_NOTE_FIELD_NUMBER: _ClassVar[int]
     rank: int
@@ -245,14 +244,13 @@ class RankStatus(_message.Message):
     bytes_loaded: int
     store_bytes_per_second: float
     load_bytes_per_second: float
-    store_copier: str
-    load_copier: str
+    copier: str
     gpu: GpuStatus
     copier_note: str
-    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ..., store_copier: _Optional[str] = ..., load_copier: _Optional[str] = ..., gpu: _Optional[_Union[GpuStatus, _Mapping]] = ..., copier_note: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ..., copier: _Optional[str] = ..., gpu: _Optional[_Union[GpuStatus, _Mapping]] = ..., copier_note: _Optional[str] = ...) -> None: ...
 
 class GpuStatus(_message.Message):
-    __slots__ = ("uuid", "name", "driver_version", "context_bytes", "registered_bytes", "unregistered_extents", "staged_bytes", "calibrated_store_bytes_per_second", "calibrated_load_bytes_per_second", "numa_node")
+    __slots__ = ("uuid", "name", "driver_version", "context_bytes", "registered_bytes", "unregistered_extents", "staged_bytes", "numa_node")
     UUID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DRIVER_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -260,8 +258,6 @@ class GpuStatus(_message.Message):
     REGISTERED_BYTES_FIELD_NUMBER: _ClassVar[int]
     UNREGISTERED_EXTENTS_FIELD_NUMBER: _ClassVar[int]
     STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CALIBRATED_STORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    CALIBRATED_LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
     uuid: str
     name: str
@@ -270,10 +266,8 @@ class GpuStatus(_message.Message):
     registered_bytes: int
     unregistered_extents: int
     staged_bytes: int
-    calibrated_store_bytes_per_second: float
-    calibrated_load_bytes_per_second: float
     numa_node: int
-    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., driver_version: _Optional[str] = ..., context_bytes: _Optional[int] = ..., registered_bytes: _Optional[int] = ..., unregistered_extents: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., calibrated_store_bytes_per_second: _Optional[float] = ..., calibrated_load_bytes_per_second: _Optional[float] = ..., numa_node: _Optional[int] = ...) -> None: ...
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., driver_version: _Optional[str] = ..., context_bytes: _Optional[int] = ..., registered_bytes: _Optional[int] = ..., unregistered_extents: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., numa_node: _Optional[int] = ...) -> None: ...
 
 class LookupFigures(_message.Message):
     __slots__ = ("requests", "requests_found", "blocks", "blocks_found", "tokens", "tokens_found")
