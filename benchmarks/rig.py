@@ -130,6 +130,10 @@ class BenchEngine(SmallEngine):
         """Send a step's jobs, and look every `pause_s` until each rank was told of each; how many
         have failed."""
         assert self.connection.send_step(step)
+        return self.see_jobs(plan, pause_s)
+
+    def see_jobs(self, plan: StepPlan, pause_s: float = POLL_SECONDS) -> int:
+        """Let each rank submit its half of the plan's jobs, and look as `run_jobs` does."""
         for rank in self.ranks:
             rank.worker.start_step(plan)
             rank.worker.finish_step(plan)

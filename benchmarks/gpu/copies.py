@@ -247,7 +247,10 @@ def busy_race(cuda: Cuda, case: Case) -> list[dict[str, Any]]:
 
 
 def overhead(case: Case) -> list[dict[str, Any]]:
-    """Jobs of one block: seconds until their end is seen, beside the plain copy of as much."""
+    """Jobs of one block: seconds until their end is seen, beside the plain copy of as much.
+
+    `seconds` from the worker's submission on, `from_step_s` from the scheduler's step on.
+    """
     rows: list[dict[str, Any]] = []
     for kind in ("store", "load"):
         row: dict[str, Any] = {"kind": kind, "bytes": BLOCK_BYTES}
@@ -257,10 +260,11 @@ def overhead(case: Case) -> list[dict[str, Any]]:
             count = case.size.one_block_jobs
             row["plain_copy_s"] = case.peers.seconds_of_one(kind, BLOCK_BYTES, count)
             case.engine.move(STORE, [0])
-            row["seconds"] = []
+            row |= {"seconds": [], "from_step_s": []}
             for _ in range(count):
                 time.sleep(0.001)
-                row["seconds"].append(case.engine.move([kind], [0]))
+                row["from_step_s"].append(case.engine.move_one(kind, is_known=False))
+                row["seconds"].append(case.engine.move_one(kind, is_known=True))
             if case.mover is not None:
                 told = case.mover.call("copy_one_block", kind=kind, count=count)
                 row["copy_engine_s"] = told

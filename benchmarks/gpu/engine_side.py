@@ -12,6 +12,8 @@ from kvd_client.draft import StepDraft
 from tests.client.kv_memory import KvMemory
 
 LOOK_SECONDS = 50e-6
+SOON_SECONDS = 1e-6
+STEP_SECONDS = 0.004  # from the scheduler's step until the worker has its plan, and a model runs
 
 
 class GpuKv:
@@ -55,6 +57,34 @@ class GpuEngine(BenchEngine):
 
         What is stored has new keys; what is loaded was stored by the pass before.
         """
+        step, plan = self._drafted(kinds, order, job_blocks)
+        began = time.perf_counter()
+        failed = self.run_jobs(step, plan, LOOK_SECONDS)
+        seconds = time.perf_counter() - began
+        assert not failed, f"{failed} jobs failed"
+        return seconds
+
+    def move_one(self, kind: str, *, is_known: bool) -> float:
+        """Store or load one engine block; seconds until its end is seen.
+
+        From the scheduler's step on; `is_known`: from the worker's submission on, of a step that
+        the daemon got STEP_SECONDS before, as it does from an engine with a worker of its own.
+        """
+        step, plan = self._drafted([kind], [0], JOB_BLOCKS)
+        began = time.perf_counter()
+        assert self.connection.send_step(step)
+        if is_known:
+            time.sleep(STEP_SECONDS)
+            began = time.perf_counter()
+        failed = self.see_jobs(plan, SOON_SECONDS)
+        seconds = time.perf_counter() - began
+        assert not failed, f"{failed} jobs failed"
+        return seconds
+
+    def _drafted(
+        self, kinds: list[str], order: list[int], job_blocks: int
+    ) -> tuple[StepDraft, StepPlan]:
+        """A step and its plan, as `move` says."""
         self.job_blocks = job_blocks
         both = len(kinds) == 2
         half = len(order) // 2 if both else len(order)
@@ -67,8 +97,4 @@ class GpuEngine(BenchEngine):
             self._prefix += 1
             self._keys = keys(self._prefix, half)
             plan_of["stores"] = self.draft(step.stores, self._keys, order[:half])
-        began = time.perf_counter()
-        failed = self.run_jobs(step, StepPlan(**plan_of), LOOK_SECONDS)
-        seconds = time.perf_counter() - began
-        assert not failed, f"{failed} jobs failed"
-        return seconds
+        return step, StepPlan(**plan_of)

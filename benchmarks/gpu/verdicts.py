@@ -16,6 +16,10 @@ OF_IN_PROCESS = 0.97
 SLOWDOWN = {"store": 1.02, "store+load": 1.03}
 OVERHEAD_US = 300.0
 OURS = ("mover", "daemon")
+_UNJUDGED = {
+    "from_step_s": "step sent to completion seen",
+    "copy_engine_s": "the mover's own copy",
+}
 MOST_WORDS = 60  # characters of a reason in the table; the JSON has it whole
 
 
@@ -116,14 +120,25 @@ def of_slowdown(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
 
 
 def of_overhead(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """Of one block's job: µs from its submission to its end being seen, less the copy itself."""
+    """Of one block's job: µs from its submission, and from the step that it is of, to its end
+    being seen, less the copy itself; beside them the copy, and what the mover's engine takes."""
     found = []
     for row in rows:
-        what = f"submit to completion seen, beyond the copy, {row['kind']} of one block, µs"
+        one = f"{row['kind']} of one block, µs"
+        what = f"submit to completion seen, beyond the copy, {one}"
         if "failed" in row:
             found.append(Verdict(what, None, f"≤ {OVERHEAD_US:g}", None, row["failed"]))
             continue
         copy = Spread.of(row["plain_copy_s"]).median
-        beyond = [(seconds - copy) * 1e6 for seconds in row["seconds"]]
-        found.append(at_most(what, Spread.of(beyond), OVERHEAD_US))
+        beyond = {
+            name: Spread.of([(seconds - copy) * 1e6 for seconds in row[name]])
+            for name in ("seconds", "from_step_s", "copy_engine_s")
+            if name in row
+        }
+        found.append(at_most(what, beyond["seconds"], OVERHEAD_US))
+        for name, words in _UNJUDGED.items():
+            if name in beyond:
+                found.append(at_most(f"{words}, beyond the copy, {one}", beyond[name], None))
+        copies = Spread.of([seconds * 1e6 for seconds in row["plain_copy_s"]])
+        found.append(at_most(f"one cudaMemcpyAsync and its end, {one}", copies, None))
     return found

@@ -226,9 +226,11 @@ def test_a_busy_race_has_figures_and_no_bar() -> None:
 
 def test_the_overhead_is_what_a_job_takes_beyond_the_plain_copy() -> None:
     row = {"kind": "load", "plain_copy_s": [40e-6] * 3, "seconds": [240e-6, 340e-6, 440e-6]}
-    (verdict,) = verdicts.of_overhead([row])
-    assert verdict.figure is not None
-    assert (round(verdict.figure.median), verdict.met) == (300, True)
+    row |= {"from_step_s": [540e-6] * 3, "copy_engine_s": [60e-6] * 3}
+    found = [v for v in verdicts.of_overhead([row]) if v.figure is not None]
+    figures = [round(v.figure.median) for v in found if v.figure is not None]
+    assert figures == [300, 500, 20, 40]
+    assert [(v.bar, v.met) for v in found] == [("≤ 300", True), *[("", None)] * 3]
 
 
 def test_products_count_in_the_phase_that_holds_them_whole() -> None:
