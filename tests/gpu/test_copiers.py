@@ -100,11 +100,11 @@ def test_copies_are_queued_behind_each_other(rig: Rig, way: str) -> None:
 # -- batches --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("blocks", "batches"), [(8, 1), (9, 2), (16, 2)])
+@pytest.mark.parametrize(("blocks", "batches"), [(16, 1), (17, 2), (32, 2)])
 def test_batches_are_short(rig: Rig, driver: Driver, blocks: int, batches: int) -> None:
     if not driver.is_fake:
         pytest.skip("a real driver does not count its calls")
-    runs = runs_in(rig, PADDED, list(range(0, 2 * blocks, 2)))
+    runs = runs_in(rig, PADDED, [*range(0, 32, 2), *range(1, 32, 2)][:blocks])
     rig.check("batch", JobKind.STORE, runs)
     counted = driver.counters()
     assert (counted["batches"], counted["batch_copies"]) == (batches, 8 * blocks)

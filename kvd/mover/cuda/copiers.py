@@ -23,7 +23,7 @@ from kvd_proto.libcuda import libcuda
 BATCH = "batch"
 PLAIN = "plain"  # where the driver has no batches
 
-BATCH_COPIES = 64  # in one call: with 512 and 4096 the same stretches took up to twice as long
+BATCH_COPIES = 128  # in one call: with 512 and more the same stretches took longer, with 16 too
 NARROW_BYTES = 64 << 10  # wider stretches are as fast in a batch
 LEAST_STEPS = 8  # of a strided copy: a call takes the time of six stretches in a batch
 
