@@ -1,4 +1,4 @@
-"""Copies, checksums and tables of keys in C, where the library of `copies.c` was built.
+"""Copies, lists of copies, checksums and tables of keys in C, where `copies.c` was built.
 
 Nothing needs it: without it, and where KVD_NATIVE says "off", numpy does the same, more slowly.
 `hatch_build.py` builds it when the package is installed or put into a wheel.
@@ -205,6 +205,8 @@ class Library:
         self.insert_keys = _INSERT_KEYS(("kvd_index_insert", loaded))
         self.find_ghosts = _ON_TABLE(("kvd_ghosts_find", loaded))  # kvd/native/ghost_table.py
         self.place_ghosts = _PLACE_GHOSTS(("kvd_ghosts_place", loaded))
+        # See kvd/mover/cuda/native_lists.py.
+        self.plan_copies, self.submit_copies = loaded.kvd_gpu_plan, loaded.kvd_gpu_submit
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._move = loaded.kvd_move
         self._number = LEVELS.index(level) + _FAR * SHAPES.index(self.shape)
@@ -317,6 +319,9 @@ def load(path: Path) -> ctypes.CDLL:
             raise another
         loaded.kvd_run.argtypes = (pointer, ctypes.c_int)
         loaded.kvd_sum.argtypes = (pointer, pointer, number, number, ctypes.c_int)
+        loaded.kvd_gpu_plan.argtypes = (pointer,)
+        loaded.kvd_gpu_plan.restype = number
+        loaded.kvd_gpu_submit.argtypes = (pointer, number)
         loaded.kvd_move.argtypes = (pointer, ctypes.c_int)
         loaded.kvd_move.restype = None
         loaded.kvd_turns_begin.argtypes = (ctypes.c_uint,)

@@ -880,3 +880,215 @@ void kvd_ghosts_place(uint64_t *table, uint64_t shift, const uint64_t *tags, uin
   for (uint64_t n = 0; n < count; n++)
     if (numbers[n] != NOWHERE) table[numbers[n]] = places[n];
 }
+
+/* -- lists of copies for the copy engines of a GPU ---------------------------------------------- *
+ *
+ * In Python the list of one small block's copies takes longer than these copies: a mover that has
+ * slept finds no cache warm. The functions of CUDA's driver are the caller's: nothing here links to
+ * it. See kvd/mover/cuda/copiers.py for which way is taken when. */
+#define NO_BLOCK UINT32_MAX /* the engine block that is none */
+#define MOST_BATCH 512
+#define CUDA_SOURCE_IN_ORDER 1 /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
+#define CUDA_SOURCE_ANY 3
+#define CUDA_OVERLAP 1 /* CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE */
+#define CUDA_HOST 1 /* CU_MEMORYTYPE_HOST */
+#define CUDA_DEVICE 2
+
+/* Evenly spaced stretches, `height` of them, for a span of engine blocks: kvd/mover/cuda/runs.py
+ * says more of them. Only for spans of at least `least` blocks. */
+struct gpu_row {
+  int64_t region, device, host, stride, width, device_pitch, host_pitch, height, least;
+};
+
+struct gpu_run { uint64_t host, device, host_pitch, device_pitch, width, height; };
+
+struct gpu_plan {
+  const struct gpu_row *together, *alone;
+  uint64_t together_count, alone_count;
+  const uint64_t *regions; /* device address of each */
+  const uint64_t *mappings; /* address of each extent, by its number */
+  uint64_t block_bytes, blocks_per_slot;
+  const uint32_t *extents; /* of each slot */
+  const uint64_t *offsets; /* of each slot, in its extent */
+  const uint32_t *engine; /* blocks of each slot */
+  uint64_t slots;
+  struct gpu_run *runs; /* room for a run of every row for every engine block */
+};
+
+static uint64_t gpu_host(const struct gpu_plan *plan, uint64_t block) {
+  uint64_t slot = block / plan->blocks_per_slot;
+  return plan->mappings[plan->extents[slot]] + plan->offsets[slot] +
+         block % plan->blocks_per_slot * plan->block_bytes;
+}
+
+/* Whether an engine block goes on where the one before it ends, on both sides. Extents whose
+ * mappings touch are two all the same: no copy may run across two registrations. */
+static int gpu_goes_on(const struct gpu_plan *plan, uint64_t block) {
+  uint64_t slot = block / plan->blocks_per_slot, before = (block - 1) / plan->blocks_per_slot;
+  return plan->engine[block] != NO_BLOCK && plan->engine[block - 1] + 1 == plan->engine[block] &&
+         plan->extents[slot] == plan->extents[before] &&
+         gpu_host(plan, block - 1) + plan->block_bytes == gpu_host(plan, block);
+}
+
+static struct gpu_run gpu_run_of(const struct gpu_plan *plan, const struct gpu_row *row,
+                                 uint64_t first, uint64_t blocks) {
+  struct gpu_run run;
+  uint64_t height = (uint64_t)row->height * blocks, width = (uint64_t)row->width;
+  int flat = row->device_pitch == row->width && row->host_pitch == row->width;
+  run.host = gpu_host(plan, first) + (uint64_t)row->host;
+  run.device = plan->regions[row->region] + (uint64_t)row->device +
+               plan->engine[first] * (uint64_t)row->stride;
+  run.width = flat ? width * height : width;
+  run.height = flat ? 1 : height;
+  run.host_pitch = run.height == 1 ? run.width : (uint64_t)row->host_pitch;
+  run.device_pitch = run.height == 1 ? run.width : (uint64_t)row->device_pitch;
+  return run;
+}
+
+/* Writes the runs of the slots' engine blocks; how many. Null blocks have none. */
+uint64_t kvd_gpu_plan(const struct gpu_plan *plan) {
+  uint64_t count = 0, end = plan->slots * plan->blocks_per_slot, next;
+  for (uint64_t first = 0; first < end; first = next) {
+    next = first + 1;
+    if (plan->engine[first] == NO_BLOCK) continue;
+    while (next < end && gpu_goes_on(plan, next)) next++;
+    int64_t blocks = (int64_t)(next - first);
+    for (uint64_t n = 0; n < plan->together_count; n++)
+      if (blocks >= plan->together[n].least)
+        plan->runs[count++] = gpu_run_of(plan, plan->together + n, first, (uint64_t)blocks);
+    for (uint64_t n = 0; n < plan->alone_count; n++)
+      for (uint64_t block = first; block < next && blocks < plan->alone[n].least; block++)
+        plan->runs[count++] = gpu_run_of(plan, plan->alone + n, block, 1);
+  }
+  return count;
+}
+
+/* CUmemcpyAttributes and CUDA_MEMCPY2D, as cuda.h has them. */
+struct cuda_attributes { int order, hints[4]; unsigned flags; };
+struct cuda_2d {
+  size_t from_x, from_y; int from_type; const void *from_host; uint64_t from_device;
+  void *from_array; size_t from_pitch;
+  size_t to_x, to_y; int to_type; void *to_host; uint64_t to_device;
+  void *to_array; size_t to_pitch;
+  size_t width, height;
+};
+
+struct gpu_submission {
+  const struct gpu_run *runs;
+  uint64_t count;
+  uint64_t run, row, byte; /* where to go on */
+  uint64_t is_store;
+  void *stream;
+  /* cuMemcpyBatchAsync, or none; whether it is the one that tells which copy was wrong */
+  void *batch;
+  uint64_t tells;
+  void *strided, *to_device, *to_host; /* cuMemcpy2DAsync, cuMemcpyHtoDAsync, cuMemcpyDtoHAsync */
+  uint64_t batch_copies, narrow_bytes, least_steps, most_pitch;
+  uint64_t copied; /* bytes, so far */
+  const char *failed; /* the function that refused */
+  /* A batch that is being filled. */
+  uint64_t filled, to[MOST_BATCH], from[MOST_BATCH], bytes[MOST_BATCH];
+};
+
+typedef int cuda_batch(uint64_t *to, uint64_t *from, uint64_t *bytes, size_t count,
+                       struct cuda_attributes *attributes, size_t *first, size_t kinds,
+                       void *stream);
+typedef int cuda_batch_telling(uint64_t *to, uint64_t *from, uint64_t *bytes, size_t count,
+                               struct cuda_attributes *attributes, size_t *first, size_t kinds,
+                               size_t *failed, void *stream);
+typedef int cuda_strided(const struct cuda_2d *copy, void *stream);
+typedef int cuda_to_device(uint64_t to, const void *from, size_t bytes, void *stream);
+typedef int cuda_to_host(void *to, uint64_t from, size_t bytes, void *stream);
+
+/* A store's source is the engine's memory, read where its turn in the stream comes. A load's are
+ * pinned slots, which nothing writes meanwhile: the driver may read them as early as it likes. */
+static int gpu_flush(struct gpu_submission *work) {
+  struct cuda_attributes attributes = {work->is_store ? CUDA_SOURCE_IN_ORDER : CUDA_SOURCE_ANY,
+                                       {0}, CUDA_OVERLAP};
+  size_t first = 0, failed = 0, count = work->filled;
+  work->filled = 0;
+  if (!count) return 0;
+  work->failed = "cuMemcpyBatchAsync";
+  if (work->tells)
+    return ((cuda_batch_telling *)work->batch)(work->to, work->from, work->bytes, count,
+                                               &attributes, &first, 1, &failed, work->stream);
+  return ((cuda_batch *)work->batch)(work->to, work->from, work->bytes, count, &attributes, &first,
+                                     1, work->stream);
+}
+
+static int gpu_stretch(struct gpu_submission *work, uint64_t host, uint64_t device,
+                       uint64_t bytes) {
+  if (work->batch) {
+    uint64_t n = work->filled++;
+    work->to[n] = work->is_store ? host : device;
+    work->from[n] = work->is_store ? device : host;
+    work->bytes[n] = bytes;
+    return work->filled == work->batch_copies ? gpu_flush(work) : 0;
+  }
+  if (work->is_store) {
+    work->failed = "cuMemcpyDtoHAsync_v2";
+    return ((cuda_to_host *)work->to_host)((void *)host, device, bytes, work->stream);
+  }
+  work->failed = "cuMemcpyHtoDAsync_v2";
+  return ((cuda_to_device *)work->to_device)(device, (const void *)host, bytes, work->stream);
+}
+
+static int gpu_strided(struct gpu_submission *work, const struct gpu_run *run, uint64_t rows) {
+  uint64_t host = run->host + work->row * run->host_pitch;
+  uint64_t device = run->device + work->row * run->device_pitch;
+  struct cuda_2d copy = {0};
+  copy.width = run->width;
+  copy.height = rows;
+  if (work->is_store) {
+    copy.from_type = CUDA_DEVICE, copy.from_device = device, copy.from_pitch = run->device_pitch;
+    copy.to_type = CUDA_HOST, copy.to_host = (void *)host, copy.to_pitch = run->host_pitch;
+  } else {
+    copy.from_type = CUDA_HOST, copy.from_host = (const void *)host;
+    copy.from_pitch = run->host_pitch;
+    copy.to_type = CUDA_DEVICE, copy.to_device = device, copy.to_pitch = run->device_pitch;
+  }
+  work->failed = "cuMemcpy2DAsync_v2";
+  return ((cuda_strided *)work->strided)(&copy, work->stream);
+}
+
+/* Two stretches of a run may overlap in the engine's memory, where a load's bytes are the same for
+ * both; as one strided copy the driver would refuse them. */
+static int gpu_is_strided(const struct gpu_submission *work, const struct gpu_run *run) {
+  uint64_t host = run->host_pitch, device = run->device_pitch;
+  if (host < run->width || device < run->width) return 0;
+  if (host > work->most_pitch || device > work->most_pitch) return 0;
+  if (!work->batch) return run->height > 1;
+  return run->height >= work->least_steps && run->width < work->narrow_bytes;
+}
+
+/* Queues copies of at most so many bytes, a multiple of a word, from where the last call ended. The
+ * driver's error, 0: none; what was queued before it is. */
+int kvd_gpu_submit(struct gpu_submission *work, uint64_t most) {
+  uint64_t left = most;
+  int error = 0;
+  while (!error && left && work->run < work->count) {
+    const struct gpu_run *run = work->runs + work->run;
+    uint64_t bytes, rows = 1;
+    if (!work->byte && gpu_is_strided(work, run) && run->width <= left) {
+      uint64_t fit = left / run->width;
+      rows = run->height - work->row < fit ? run->height - work->row : fit;
+      bytes = rows * run->width;
+      error = gpu_strided(work, run, rows);
+    } else {
+      bytes = run->width - work->byte;
+      /* Cut is only what is too large for a whole call. */
+      if (bytes > left && (work->byte || run->width > most)) bytes = left;
+      if (bytes > left) break;
+      error = gpu_stretch(work, run->host + work->row * run->host_pitch + work->byte,
+                          run->device + work->row * run->device_pitch + work->byte, bytes);
+      work->byte += bytes;
+      if (work->byte < run->width) rows = 0;
+      else work->byte = 0;
+    }
+    left -= bytes;
+    work->copied += bytes;
+    work->row += rows;
+    if (work->row == run->height) work->row = 0, work->run++;
+  }
+  return error ? error : gpu_flush(work);
+}

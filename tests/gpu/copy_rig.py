@@ -23,7 +23,7 @@ WAYS = ("as it is", "plain", "batch", "strided")
 
 
 @contextmanager
-def copying(way: str) -> Iterator[Copier]:
+def copying(way: str, kind: JobKind) -> Iterator[Copier]:
     """A copier that takes that way wherever it can, whatever is faster: "plain" has no batches,
     "strided" has strided copies for all that is evenly spaced, "batch" has none."""
     from kvd.mover.cuda import copiers
@@ -34,7 +34,7 @@ def copying(way: str) -> Iterator[Copier]:
             patch.setattr(copiers, "NARROW_BYTES", 1 << 40)
         if way == "batch":
             patch.setattr(copiers, "LEAST_STEPS", 1 << 40)
-        yield copiers.Copier(None if way == "plain" else copiers.batch_call())
+        yield copiers.Copier(kind, None if way == "plain" else copiers.batch_call(), None)
 
 
 class Rig:
@@ -73,8 +73,8 @@ class Rig:
 
     def copy(self, way: str, kind: JobKind, runs: Runs) -> None:
         """Copy with a fresh copier, and wait for the bytes."""
-        with copying(way) as copier:
-            copier.submit(kind, runs, self.stream)
+        with copying(way, kind) as copier:
+            copier.submit(runs, self.stream)
         self.sync()
 
     def check(self, way: str, kind: JobKind, runs: Runs) -> None:

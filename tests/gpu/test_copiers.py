@@ -19,6 +19,7 @@ from tests.gpu.copy_rig import WAYS, Rig, copying, open_rig
 from tests.gpu.driver import Driver
 
 MIB = 1 << 20
+LOAD = JobKind.LOAD
 BOTH = pytest.mark.parametrize("kind", list(JobKind), ids=["store", "load"])
 EACH = pytest.mark.parametrize("way", WAYS)
 
@@ -89,9 +90,9 @@ def test_copies_are_queued_behind_each_other(rig: Rig, way: str) -> None:
     runs = runs_in(rig, PADDED, [3, 9, 4])
     content = rig.host.copy()
     elsewhere = replace(runs, host=runs.host + np.uint64(2 * MIB))
-    with copying(way) as copier:
-        copier.submit(JobKind.LOAD, runs, rig.stream)
-        copier.submit(JobKind.STORE, elsewhere, rig.stream)
+    with copying(way, JobKind.LOAD) as loads, copying(way, JobKind.STORE) as stores:
+        loads.submit(runs, rig.stream)
+        stores.submit(elsewhere, rig.stream)
     rig.sync()
     start, end = PADDED.part_bytes, 4 * PADDED.part_bytes
     assert np.array_equal(rig.host[2 * MIB + start : 2 * MIB + end], content[start:end])
@@ -163,8 +164,8 @@ def test_a_driver_before_batches_is_said_to_have_none(
 
 @pytest.mark.parametrize("stream", [0, 1])
 def test_batches_are_never_put_on_the_legacy_stream(rig: Rig, stream: int) -> None:
-    with pytest.raises(AssertionError, match="legacy stream"), copying("batch") as copier:
-        copier.submit(JobKind.LOAD, runs_in(rig, PADDED, [4]), stream)
+    with pytest.raises(AssertionError, match="legacy stream"), copying("batch", LOAD) as copier:
+        copier.submit(runs_in(rig, PADDED, [4]), stream)
 
 
 class Refusing:
@@ -319,12 +320,12 @@ def test_an_error_of_the_device_is_raised_and_the_copier_goes_on(
     if not driver.is_fake:
         pytest.skip("a real device is not broken on purpose")
     runs = runs_in(rig, ODD_WORDS, [2, 8, 5])
-    with copying(way) as copier:
+    with copying(way, LOAD) as copier:
         driver.inject("copy_error", code=2, after=0)
         with pytest.raises((CudaError, rig.runtime.CUDARuntimeError)):
-            submit_and_wait(rig, lambda: copier.submit(JobKind.LOAD, runs, rig.stream))
+            submit_and_wait(rig, lambda: copier.submit(runs, rig.stream))
         driver.reset()
-        copier.submit(JobKind.LOAD, runs, rig.stream)
+        copier.submit(runs, rig.stream)
     rig.sync()
     first = ODD_WORDS.fragments[0]
     at = first.base + 2 * first.stride
@@ -345,10 +346,10 @@ def test_what_a_queued_copy_needs_lives_until_it_has_run(
         driver.inject("latency", microseconds=3000)
     content = rig.host.copy()
     blocks = list(range(0, 32, 2))
-    with copying(way) as copier:
+    with copying(way, LOAD) as copier:
         for block in blocks:  # each with lists of its own, all queued before the first has run
             runs = runs_in(rig, PADDED, [block])
-            copier.submit(JobKind.LOAD, runs, rig.stream)
+            copier.submit(runs, rig.stream)
             del runs
     rig.sync()
     expected = content[PADDED.part_bytes : 2 * PADDED.part_bytes]

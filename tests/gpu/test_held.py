@@ -85,13 +85,13 @@ def test_a_refused_batch_is_told_even_where_its_end_cant_be_noted(rig: Rig, driv
     from kvd.mover.cuda.runs import Runs
     from kvd_proto.libcuda import CudaError
 
-    copier = Copier(batch_call())
+    copier = Copier(JobKind.LOAD, batch_call(), None)
     values = (rig.host_address, rig.device, 8, 8, 8, 1)
     runs = Runs(*(np.array([value], dtype=np.uint64) for value in values))
     driver.inject("copy_error", code=700, after=0)
     with pytest.raises(rig.runtime.CUDARuntimeError):
         rig.read_device()
     with pytest.raises(CudaError) as caught:
-        copier.submit(JobKind.LOAD, runs, rig.stream)
+        copier.submit(runs, rig.stream)
     driver.reset()
     assert caught.value.code == 700

@@ -259,6 +259,12 @@ class Libcuda:
             raise
         return address.value
 
+    def address(self, name: str) -> int:
+        """Address of an exported function."""
+        found = ctypes.cast(getattr(self._library, name), c_void_p).value
+        assert found is not None
+        return found
+
     def device(self, number: int) -> int:
         """The handle of the device with this number among those that this process sees."""
         found = c_int()

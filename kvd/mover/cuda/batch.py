@@ -42,15 +42,16 @@ class BatchCall:
         version = driver.driver_version()
         # A driver gives the newest form that is no newer than what it is asked for: an older
         # one, asked for the form without the index, would give the one that writes it.
-        self._tells_index = version < VERSION_WITHOUT_INDEX
-        asked = FIRST_VERSION if self._tells_index else VERSION_WITHOUT_INDEX
+        self.tells_index = version < VERSION_WITHOUT_INDEX
+        asked = FIRST_VERSION if self.tells_index else VERSION_WITHOUT_INDEX
         address = driver.entry(FUNCTION, asked) if version >= FIRST_VERSION else None
         if not address:
             raise LookupError(
                 f"the driver has no {FUNCTION}: it speaks CUDA {version // 1000}."
                 f"{version % 1000 // 10}, and CUDA 12.8 is needed"
             )
-        told = (POINTER(c_size_t),) if self._tells_index else ()
+        self.address = address
+        told = (POINTER(c_size_t),) if self.tells_index else ()
         self._call: Any = ctypes.CFUNCTYPE(c_int, *_ARRAYS, *_ATTRIBUTES, *told, c_void_p)(address)
         self._driver = driver
 
@@ -67,7 +68,7 @@ class BatchCall:
         attributes = _attributes(kind)
         first = c_size_t(0)  # they are for all copies from this one on
         failed = c_size_t(_NO_INDEX)
-        told = (byref(failed),) if self._tells_index else ()
+        told = (byref(failed),) if self.tells_index else ()
         code = self._call(
             destinations.ctypes.data,
             sources.ctypes.data,

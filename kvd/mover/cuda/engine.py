@@ -9,15 +9,16 @@ import numpy as np
 import numpy.typing as npt
 from cupy.cuda import runtime
 
+from kvd import native
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
-from kvd.mover.cuda.copiers import Copier, batch_call
+from kvd.mover.cuda.copiers import Copier, Memories, batch_call
 from kvd.mover.cuda.device import Device
 from kvd.mover.cuda.imports import Imports
 from kvd.mover.cuda.lane import Flight, Lane
 from kvd.mover.cuda.pinned import PinnedExtents, Staging
 from kvd.mover.cuda.process_memory import ProcessMemory
-from kvd.mover.cuda.runs import null_ranges, runs_of
+from kvd.mover.cuda.runs import null_ranges
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.layout import (
     CudaRegion,
@@ -60,6 +61,7 @@ class CudaCopyEngine:
         before = self._own_memory.used_bytes()
         self._imports = Imports(self._device, regions)
         self._own_memory.leave_out(since=before)
+        self._regions = np.array(self._imports.addresses, dtype=np.uint64)
         self._extents = PinnedExtents(config)
         self._staged_bytes = 0
         self._staged_lock = threading.Lock()
@@ -140,11 +142,11 @@ class CudaCopyEngine:
             for extent, offset, size in null_ranges(slab, group):
                 _look(keep_going)
                 self._extents.view(extent)[offset : offset + size] = 0
-        runs = runs_of(slab, group, self._extents.address, self._imports.addresses)
-        for piece in runs.pieces(MAX_PIECE_BYTES):
+        memories = Memories(self._regions, self._extents.addresses)
+        copies = self._lanes[kind].copier.list(slab, group, memories)
+        while copies.has_more:
             _look(keep_going)
-            flight.submit(piece)
-            copied += piece.nbytes
+            copied += flight.submit(copies, MAX_PIECE_BYTES)
         return copied
 
     def _copy_staged(
@@ -154,7 +156,9 @@ class CudaCopyEngine:
 
         An extent that is registered meanwhile makes no difference: only this thread touches it.
         """
-        group, staging = self._config.groups[slab.group], self._lanes[kind].staging
+        lane, group = self._lanes[kind], self._config.groups[slab.group]
+        staging = lane.staging
+        memories = Memories(self._regions, np.array([staging.address], dtype=np.uint64))
         copied = 0
         for _, slots in slab.pieces(len(staging.view) // group.part_bytes):
             _look(keep_going)
@@ -162,10 +166,9 @@ class CudaCopyEngine:
             staged = _laid_out(slots, group)
             if kind is JobKind.LOAD:
                 self._exchange(kind, slots, staging, group.part_bytes)
-            runs = runs_of(staged, group, lambda _: staging.address, self._imports.addresses)
-            for piece in runs.pieces(MAX_PIECE_BYTES):
-                flight.submit(piece)
-                copied += piece.nbytes
+            copies = lane.copier.list(staged, group, memories)
+            while copies.has_more:
+                copied += flight.submit(copies, MAX_PIECE_BYTES)
             flight.wait()  # then the buffer is the next one's
             if kind is JobKind.STORE:
                 for _, offset, zeros in null_ranges(staged, group):
@@ -193,8 +196,10 @@ class CudaCopyEngine:
     def _open_lanes(self, gpu: GpuConfig) -> dict[JobKind, Lane]:
         staging_bytes = max(gpu.staging_bytes, *(g.part_bytes for g in self._config.groups))
         try:
-            copier = Copier(batch_call())
-            return {kind: Lane(kind, copier, Staging(staging_bytes)) for kind in JobKind}
+            batch, library = batch_call(), native.library()
+            return {
+                kind: Lane(Copier(kind, batch, library), Staging(staging_bytes)) for kind in JobKind
+            }
         except (CudaError, runtime.CUDARuntimeError) as error:
             raise self._device.refusal(error) from error
 

@@ -7,11 +7,9 @@ from collections import deque
 
 from cupy.cuda import runtime
 
-from kvd.core.events import JobKind
 from kvd.mover.copy_engine import DeviceLost
-from kvd.mover.cuda.copiers import Copier
+from kvd.mover.cuda.copiers import Copier, CopyList
 from kvd.mover.cuda.pinned import Staging
-from kvd.mover.cuda.runs import Runs
 
 MAX_IN_FLIGHT = 2  # of a copy: one piece that is copied, and one behind it
 
@@ -29,10 +27,8 @@ class Lane:
     never waits for a processor between two copies.
     """
 
-    def __init__(self, kind: JobKind, copier: Copier, staging: Staging) -> None:
-        self.kind = kind
-        self.copier = copier
-        self.staging = staging  # of whoever has the turn
+    def __init__(self, copier: Copier, staging: Staging) -> None:
+        self.copier, self.staging = copier, staging  # of whoever has the turn
         self.turn = threading.Lock()
         self.stream = int(runtime.streamCreateWithFlags(_STREAM_FLAGS))
         self._events: list[int] = []  # that nothing waits for
@@ -75,15 +71,17 @@ class Flight:
         self._lane = lane
         self._pieces: deque[int] = deque()  # the event behind each
 
-    def submit(self, runs: Runs) -> None:
-        """Have one more piece copied; waits while there are MAX_IN_FLIGHT. With the lane's turn."""
+    def submit(self, copies: CopyList, most_bytes: int) -> int:
+        """Have one more piece of the list copied; its bytes. With the lane's turn; waits while
+        MAX_IN_FLIGHT are under way."""
         if len(self._pieces) == MAX_IN_FLIGHT:
             self._wait_for_oldest()
         lane = self._lane
-        lane.copier.submit(lane.kind, runs, lane.stream)
+        copied = copies.submit(most_bytes, lane.stream)
         event = lane.take_event()
         self._pieces.append(event)
         runtime.eventRecord(event, lane.stream)
+        return copied
 
     def wait(self) -> None:
         """Return once nothing of it is in flight: all bytes have landed."""

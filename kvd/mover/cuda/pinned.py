@@ -13,6 +13,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from kvd.core.errors import InvalidArgument
+from kvd.core.keys import U64
 from kvd.mover.copy_engine import DeviceLost, KeepGoing
 from kvd.mover.cuda.device import FIELD
 from kvd.mover.layout import MoverConfig
@@ -20,6 +21,7 @@ from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd.processes.complaints import log_limited
 from kvd.processes.mappings import Bytes, Mapping, map_extent, warm
 
+_FEWEST_EXTENTS = 1024
 MAX_ATTEMPTS = 3  # to register an extent: by the warm call, then by copies that could use it
 
 # cudaHostRegisterDefault. With unified addressing, which every 64-bit Linux has, it makes the
@@ -45,13 +47,15 @@ class _Extent:
 class PinnedExtents:
     """The extents that a mover has open, and which of them are registered with the driver.
 
-    Opening and closing as in CopyEngine, the rest in any thread. An extent in use is not closed, so
-    what `ready` said of it stays true until the use ends.
+    `addresses`: of each open extent's first byte, by its number, for the host and for copies of
+    the GPU. Opening and closing as in CopyEngine, the rest in any thread. An extent in use is not
+    closed, so what `ready` said of it stays true until the use ends.
     """
 
     def __init__(self, config: MoverConfig) -> None:
         self._config = config
         self._extents: dict[int, _Extent] = {}
+        self.addresses: U64 = np.zeros(_FEWEST_EXTENTS, dtype=np.uint64)
         self._lock = threading.Lock()  # over the counts
         self._registered = 0
         self._failed = 0
@@ -79,11 +83,17 @@ class PinnedExtents:
     def open(self, extent: int) -> Bytes:
         """Map the extent. OSError where its file can't be had."""
         opened = self._extents[extent] = _Extent(map_extent(self._config.extents, extent))
+        if extent >= len(self.addresses):
+            grown = np.zeros(1 << extent.bit_length(), dtype=np.uint64)
+            grown[: len(self.addresses)] = self.addresses
+            self.addresses = grown  # who reads the old one reads of extents that are there too
+        self.addresses[extent] = opened.address
         return opened.mapping.view
 
     def close(self, extent: int) -> None:
         """Unregister and unmap. DeviceLost: the driver may still hold the memory."""
         closing = self._extents.pop(extent)
+        self.addresses[extent] = 0
         with closing.lock:
             if closing.registered:
                 try:
@@ -104,10 +114,6 @@ class PinnedExtents:
     def view(self, extent: int) -> Bytes:
         """The bytes of an open extent."""
         return self._extents[extent].mapping.view
-
-    def address(self, extent: int) -> int:
-        """Address of an open extent's first byte, for the host and for copies of the GPU."""
-        return self._extents[extent].address
 
     def register(self, extent: int, keep_going: KeepGoing) -> None:
         """Map every page of it and pin them; an extent that can't be pinned is counted.

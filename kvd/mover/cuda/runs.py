@@ -150,6 +150,9 @@ class _Rows(NamedTuple):
     least_blocks: I64
 
 
+ROW_FIELDS = _Rows._fields
+
+
 class _Shape(NamedTuple):
     """together: rows that serve a whole span of at least `least_blocks`, stepping from block to
     block. alone: rows within one engine block, for spans of fewer: there these are fewer."""
@@ -182,6 +185,17 @@ def _shape_of(group: GroupMap) -> _Shape:
     shape = _Shape(_columns(together), _columns(alone))
     _shapes[id(group)] = (group, shape)
     return shape
+
+
+def tables_of(group: GroupMap) -> tuple[I64, I64]:
+    """The rows of the group's runs, int64 arrays [n, 9], see ROW_FIELDS: those that serve a whole
+    span, and those for spans that are too short for some of these."""
+    shape = _shape_of(group)
+    return _table(shape.together), _table(shape.alone)
+
+
+def _table(rows: _Rows) -> I64:
+    return np.ascontiguousarray(np.stack(rows, axis=1))
 
 
 def _goes_on(piece: FoldedFragment, block_bytes: int) -> bool:
