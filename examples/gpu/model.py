@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from examples.gpu.shape import Shape
 
@@ -68,6 +69,7 @@ class Model:
         slots = blocks[positions // size] * size + positions % size
         angles = (positions[:, None] * self._frequencies).float()
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        mask = self._mask(len(tokens), first) if first else None
         hidden = self._embedding[tokens]
         for layer, cache in zip(self._layers, kv, strict=True):
             query, key, value = self._project(layer, hidden, turn)
@@ -75,9 +77,8 @@ class Model:
             flat[0].index_copy_(0, slots, key)
             flat[1].index_copy_(0, slots, value)
             if first:
-                attended = self._attend_after(query, first, blocks, cache)
-            else:
-                attended = self._attend_alone(query, key, value)
+                key, value = self._cached(cache, blocks, first + len(tokens))
+            attended = self._attend(query, key, value, mask)
             hidden += functional.linear(attended, layer.output)
             for rows in torch.split(hidden, MLP_ROWS):
                 rows.add_(self._feed_forward(layer, rows))
@@ -102,33 +103,32 @@ class Model:
         gate, up = both.chunk(2, dim=-1)
         return functional.linear(functional.silu(gate) * up, layer.down)
 
-    def _attend_alone(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of a prompt's beginning over itself."""
+    def _mask(self, count: int, first: int) -> Tensor:
+        """Which keys so many tokens from `first` on attend to: all up to themselves.
+
+        On a GPU it only stands for the mask: flash attention needs none, and shares out long
+        prefixes between the processors even where the tokens are few.
+        """
+        if self._device.type == "cuda":
+            return causal_lower_right(count, first + count)
+        return torch.ones(count, first + count, dtype=torch.bool).tril(first)
+
+    def _cached(self, cache: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of so many tokens, gathered: [tokens, kv heads, head dim] each."""
+        used = blocks[: -(-length // self.shape.block_tokens)]
+        key, value = cache.index_select(1, used).flatten(1, 2)[:, :length]
+        return key, value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention of tokens [tokens, heads, head dim] over themselves and all before them.
+
+        Without a mask there are none before.
+        """
         query, key, value = (each.transpose(0, 1)[None] for each in (query, key, value))
         found = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
         return found[0].transpose(0, 1).flatten(1)
-
-    def _attend_after(self, query: Tensor, first: int, blocks: Tensor, cache: Tensor) -> Tensor:
-        """Attention of a few tokens over all before them, which lie in the cache, and themselves.
-
-        The queries that share a KV head stand one below the other as if they were more tokens,
-        so that keys and values need not be repeated for each.
-        """
-        shape, count = self.shape, len(query)
-        length = first + count
-        used = blocks[: -(-length // shape.block_tokens)]
-        key, value = cache.index_select(1, used).flatten(1, 2)[:, :length].transpose(1, 2)
-        shared = shape.heads // shape.kv_heads
-        stacked = query.view(count, shape.kv_heads, shared, shape.head_dim)
-        stacked = stacked.permute(1, 2, 0, 3).reshape(shape.kv_heads, -1, shape.head_dim)
-        mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril(first)
-        found = functional.scaled_dot_product_attention(
-            stacked[None], key[None], value[None], attn_mask=mask.repeat(shared, 1)
-        )
-        found = found[0].view(shape.kv_heads, shared, count, shape.head_dim)
-        return found.permute(2, 0, 1, 3).reshape(count, -1)
 
 
 def _rotated(heads: Tensor, turn: Tensor) -> Tensor:
