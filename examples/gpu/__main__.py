@@ -37,6 +37,7 @@ DEFAULT_PROMPTS = {
 }
 EXTENT_BYTES = {"llama-8b": 256 << 20, "tiny": 4 << 20}
 SHARED_MEMORY = "/dev/shm"
+LEASE_SHARE = 4  # the daemon's default: what one request finds may be a quarter of the pool
 WORK_BYTES = 8 << 30  # of the longest prompt's intermediate values, and for the mover's context
 
 
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write; 0 when all bytes and tokens were right."""
     import torch
 
+    from examples.gpu.bars import verdicts_of
     from examples.gpu.measure import Plan
     from examples.gpu.report import draw, table_of, write_json
     from examples.gpu.shape import SHAPES
@@ -92,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         is_scattered=not arguments.contiguous,
     )
     results, bandwidth = measure(plan)
-    print(table_of(results, bandwidth))
+    verdicts = verdicts_of(results, plan.device.type)
+    print(table_of(results, bandwidth, verdicts))
     result = {
         **machine(torch, plan.device.type),
         "shape": shape.name,
@@ -101,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         "repeats": plan.repeats,
         "seed": plan.seed,
         "copy_bytes_per_second": bandwidth,
+        "bars": [each.to_json() for each in verdicts],
         "prompts": [each.to_json() for each in results],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -120,7 +124,7 @@ def measure(plan: Plan) -> tuple[list[PromptResult], float]:
     from examples.gpu.paged_kv import PagedKv
 
     extent = EXTENT_BYTES[plan.shape.name]
-    pool = (plan.stored_bytes * 5 // 4 // extent + 4) * extent
+    pool = pool_bytes(plan)
     check_memory(plan, pool)
     with Daemon(pool, extent) as daemon:
         say(f"daemon started in {daemon.start_s:.1f} s, pool {pool >> 20} MiB")
@@ -130,7 +134,7 @@ def measure(plan: Plan) -> tuple[list[PromptResult], float]:
         try:
             engine.wait_connected()
             say("the daemon has the engine's KV memory")
-            measurement = Measurement(plan, engine, model, kv)
+            measurement = Measurement(plan, engine, kv)
             measurement.warm_up()
             bandwidth = copy_bandwidth(plan.device)
             results = []
@@ -144,6 +148,13 @@ def measure(plan: Plan) -> tuple[list[PromptResult], float]:
             engine.close()
             kv.close()
     return results, bandwidth
+
+
+def pool_bytes(plan: Plan) -> int:
+    """Room for all prompts, and for the longest within what one request may find at once."""
+    extent = EXTENT_BYTES[plan.shape.name]
+    longest = max(plan.prompts) // plan.shape.block_tokens * plan.shape.block_bytes
+    return (max(plan.stored_bytes * 5 // 4, longest * LEASE_SHARE) // extent + 4) * extent
 
 
 def check_memory(plan: Plan, pool_bytes: int) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from examples.gpu.engine import Engine
-from examples.gpu.model import Model
+from examples.gpu.engine import Answer, Engine
 from examples.gpu.paged_kv import PagedKv
 from examples.gpu.shape import Shape
 
@@ -51,12 +50,20 @@ class PromptResult:
     recompute_all_s: list[float]
     load_s: float
     load_all_s: list[float]
+    found_s: float  # of the load's time, until its lookup was answered
+    loaded_s: float  # and until the load was seen to be done
     loaded_tokens: int
     loaded_bytes: int
     copy_s: float  # of the load's copies, by the mover's clock
     ideal_copy_s: float  # the same bytes in one pinned copy
     last_block_s: float  # computing the last block, its prefix on the device
+    cuda_graphs: bool  # of the recomputed pass, and of the last block's
     failures: list[str]
+
+    @property
+    def ideal_s(self) -> float:
+        """Of a load and its first token: one pinned copy, and the last block."""
+        return self.ideal_copy_s + self.last_block_s
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,8 +90,8 @@ def copy_bandwidth(device: torch.device) -> float:
 class Measurement:
     """Runs a plan's prompts through an engine."""
 
-    def __init__(self, plan: Plan, engine: Engine, model: Model, kv: PagedKv) -> None:
-        self._plan, self._engine, self._model, self._kv = plan, engine, model, kv
+    def __init__(self, plan: Plan, engine: Engine, kv: PagedKv) -> None:
+        self._plan, self._engine, self._kv = plan, engine, kv
         self._random = random.Random(plan.seed)
         self._generator = torch.Generator().manual_seed(plan.seed)
 
@@ -100,35 +107,54 @@ class Measurement:
         plan, engine = self._plan, self._engine
         tokens = self._prompt(length)
         computed, loaded = self._tables(length)
+        has_graphs = engine.prepare(length)
         engine.recompute(tokens, computed)
         recomputed = [engine.recompute(tokens, computed) for _ in range(plan.repeats)]
         cold = engine.store(f"store-{length}", tokens, computed)
         prefix = length // plan.shape.block_tokens - 1
-        failures, answers = [], []
+        failures, answers = [cold.unstored] if cold.unstored else [], []
         for turn in range(plan.repeats):
             self._kv.wipe(loaded)
             answers.append(engine.load(f"load-{length}-{turn}", tokens, loaded))
-            if answers[-1].loaded_tokens != prefix * plan.shape.block_tokens:
-                failures.append(f"{answers[-1].loaded_tokens} tokens loaded in turn {turn}")
-            if answers[-1].token != cold.token:
-                failures.append(f"another first token in turn {turn}")
-            if not self._kv.equal(computed, loaded):
-                failures.append(f"other KV bytes in turn {turn}")
-        load = statistics.median(answer.first_token_s for answer in answers)
-        recompute = statistics.median(answer.first_token_s for answer in recomputed)
+            wrong = self._differences(answers[-1], cold, computed, loaded)
+            failures += [f"{each} in turn {turn}" for each in wrong]
         return PromptResult(
             prompt_tokens=length,
-            recompute_s=recompute,
+            recompute_s=statistics.median(answer.first_token_s for answer in recomputed),
             recompute_all_s=[answer.first_token_s for answer in recomputed],
-            load_s=load,
+            load_s=statistics.median(answer.first_token_s for answer in answers),
             load_all_s=[answer.first_token_s for answer in answers],
+            found_s=statistics.median(answer.found_s for answer in answers),
+            loaded_s=statistics.median(answer.loaded_s for answer in answers),
             loaded_tokens=answers[-1].loaded_tokens,
             loaded_bytes=answers[-1].loaded_bytes,
             copy_s=statistics.median(answer.copy_s for answer in answers),
             ideal_copy_s=prefix * plan.shape.block_bytes / bandwidth,
             last_block_s=self._seconds_of_last_block(tokens, computed),
+            cuda_graphs=has_graphs,
             failures=failures,
         )
+
+    def _differences(
+        self, answer: Answer, cold: Answer, computed: Sequence[int], loaded: Sequence[int]
+    ) -> list[str]:
+        """What is wrong with a load, against the prompt as it was computed and stored.
+
+        Where too little was loaded only that is compared: the rest was computed in other steps,
+        which may round otherwise.
+        """
+        size = self._plan.shape.block_tokens
+        wanted, count = (len(computed) - 1) * size, answer.loaded_tokens // size
+        if answer.loaded_tokens != wanted:
+            short = [f"only {answer.loaded_tokens} of {wanted} tokens loaded"]
+            is_right = self._kv.equal(computed[:count], loaded[:count])
+            return short if is_right else [*short, "other KV bytes"]
+        wrong = []
+        if answer.token != cold.token:
+            wrong.append("another first token")
+        if not self._kv.equal(computed, loaded):
+            wrong.append("other KV bytes")
+        return wrong
 
     def _prompt(self, length: int) -> torch.Tensor:
         tokens = torch.randint(self._plan.shape.vocabulary, (length,), generator=self._generator)
@@ -144,10 +170,9 @@ class Measurement:
 
     def _seconds_of_last_block(self, tokens: torch.Tensor, blocks: Sequence[int]) -> float:
         first = len(tokens) - self._plan.shape.block_tokens
-        table = torch.tensor(blocks, device=self._plan.device)
 
         def compute() -> None:
-            int(self._model.forward(tokens[first:], first, table, self._kv.layers))
+            self._engine.compute(tokens, first, blocks)
 
         return statistics.median(seconds_of(compute) for _ in range(1 + self._plan.repeats))
 

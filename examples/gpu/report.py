@@ -7,27 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.gpu.bars import Verdict
 from examples.gpu.measure import PromptResult
 
 HEAD = (
-    "  prompt |       time to first token       |        load        |  copy alone, |    last\n"
-    "  tokens | recompute  kvd load       ratio |      MiB     GiB/s |        ideal |   block"
+    "  prompt |      time to first token       |  of the load, until |       load       |"
+    " alone, ideal |    last\n"
+    "  tokens | recompute    kvd load    ratio |    found     loaded |     MiB    GiB/s |"
+    "     the copy |   block"
 )
 CHECKED = "the first tokens are the same, and the loaded KV bytes equal the computed ones"
 
 
-def table_of(results: Sequence[PromptResult], bandwidth: float) -> str:
+def table_of(
+    results: Sequence[PromptResult], bandwidth: float, verdicts: Sequence[Verdict] = ()
+) -> str:
     """Times in milliseconds. `ideal` are the load's bytes at the pinned copy's speed."""
     lines = ["", HEAD, "  " + "-" * (max(map(len, HEAD.splitlines())) - 2)]
     for each in results:
         speed = each.loaded_bytes / each.copy_s / 2**30 if each.copy_s else 0.0
         lines.append(
-            f"  {each.prompt_tokens:6d} | {_ms(each.recompute_s)} {_ms(each.load_s)}"
-            f" {each.recompute_s / each.load_s:10.2f}x |"
-            f" {each.loaded_bytes / 2**20:8.1f} {speed:9.1f} |"
+            f"  {each.prompt_tokens:6d} | {_ms(each.recompute_s)}   {_ms(each.load_s)}"
+            f" {each.recompute_s / each.load_s:7.2f}x |"
+            f" {_ms(each.found_s, 5)}  {_ms(each.loaded_s)} |"
+            f" {each.loaded_bytes / 2**20:7.1f} {speed:8.1f} |"
             f" {_ms(each.ideal_copy_s, 9)} |{_ms(each.last_block_s, 5)}"
         )
     lines += ["", f"  one large copy, in the same run: {bandwidth / 2**30:.1f} GiB/s"]
+    lines += [f"  {verdict.line()}" for verdict in verdicts]
     wrong = [f"{each.prompt_tokens} tokens: {why}" for each in results for why in each.failures]
     lines += [f"  FAILED: {why}" for why in wrong] or [f"  {CHECKED}"]
     return "\n".join(lines)
@@ -52,7 +59,7 @@ def draw(path: Path, results: Sequence[PromptResult], title: str) -> bool:
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
     tokens = [each.prompt_tokens for each in results]
-    floor = [each.ideal_copy_s + each.last_block_s for each in results]
+    floor = [each.ideal_s for each in results]
     series = {
         "recompute": [each.recompute_s for each in results],
         "load from kvd": [each.load_s for each in results],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +11,17 @@ import pytest
 import torch
 
 from examples.gpu import __main__ as demo
-from examples.gpu import shape
-from examples.gpu.engine import block_hashes
+from examples.gpu import graphs, shape
+from examples.gpu.bars import verdicts_of
+from examples.gpu.engine import block_hashes, steps_of
+from examples.gpu.measure import PromptResult
 from examples.gpu.model import Model
 from examples.gpu.paged_kv import PagedKv
 from examples.gpu.shape import LLAMA_8B, TINY
 
 pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")
+ONE = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--prompts", "2048"]
 SMALL = ["--device", "cpu", "--shape", "tiny", "--repeats", "2", "--prompts", "64,320"]
 
 
@@ -43,6 +47,69 @@ def test_the_demo_loads_all_but_the_last_block_and_finds_it_right(
         assert row["loaded_bytes"] == blocks * result["block_bytes"]
         assert len(row["load_all_s"]) == len(row["recompute_all_s"]) == 2
     assert "the first tokens are the same" in capsys.readouterr().out
+
+
+def test_a_prompt_is_loaded_whole_however_much_of_all_that_is_stored_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one request finds is held for it, and is a quarter of the pool at most."""
+    monkeypatch.setitem(demo.EXTENT_BYTES, "tiny", 1 << 20)
+    assert demo.main([*ONE, "--out", str(tmp_path)]) == 0
+    [row] = json.loads((tmp_path / "ttft-tiny-cpu.json").read_text())["prompts"]
+    assert row["loaded_tokens"] == 2048 - 16
+    assert 0 < row["found_s"] < row["loaded_s"] < row["load_s"]
+
+
+def test_blocks_that_were_not_stored_are_counted_and_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(demo.EXTENT_BYTES, "tiny", 1 << 20)
+    monkeypatch.setattr(demo, "pool_bytes", lambda _: 1 << 20)
+    assert demo.main([*ONE, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"FAILED: 2048 tokens: \d+ of 128 blocks were not stored: \w+", said)
+    assert re.search(r"FAILED: 2048 tokens: only \d+ of 2032 tokens loaded in turn 0", said)
+    assert "other KV bytes" not in said
+
+
+def test_a_prompt_is_computed_in_steps_and_its_last_block_on_its_own() -> None:
+    assert list(steps_of(320, TINY)) == [(0, 128), (128, 256), (256, 304), (304, 320)]
+    assert list(steps_of(32, TINY)) == [(0, 16), (16, 32)]
+    assert list(steps_of(16384, LLAMA_8B))[-2:] == [(12288, 16368), (16368, 16384)]
+
+
+def result(load_s: float, failures: list[str]) -> PromptResult:
+    return PromptResult(
+        prompt_tokens=16384,
+        recompute_s=0.5,
+        recompute_all_s=[0.5],
+        load_s=load_s,
+        load_all_s=[load_s],
+        found_s=0.001,
+        loaded_s=load_s - 0.01,
+        loaded_tokens=16368,
+        loaded_bytes=2 << 30,
+        copy_s=0.03,
+        ideal_copy_s=0.03,
+        last_block_s=0.01,
+        cuda_graphs=True,
+        failures=failures,
+    )
+
+
+@pytest.mark.parametrize(
+    ("load_s", "failures", "met"),
+    [
+        (0.0499, [], [True, True]),
+        (0.0501, [], [False, False]),
+        (0.0499, ["other KV bytes in turn 0"], [False, False]),
+    ],
+)
+def test_a_bar_is_met_or_missed_by_what_was_measured(
+    load_s: float, failures: list[str], met: list[bool]
+) -> None:
+    assert [each.is_met for each in verdicts_of([result(load_s, failures)], "cuda")] == met
+    assert verdicts_of([result(load_s, failures)], "cpu") == []
 
 
 def test_a_wrong_byte_fails_the_demo(
@@ -115,6 +182,23 @@ def test_blocks_that_are_wiped_no_longer_equal_the_others(kv: PagedKv) -> None:
     assert kv.equal([3, 1], [7, 2])
     kv.wipe([7])
     assert not kv.equal([3, 1], [7, 2])
+
+
+def test_without_a_cuda_graph_both_sides_run_eagerly_and_it_is_said(
+    kv: PagedKv, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = graphs.Passes(Model(TINY, CPU, seed=3), kv, CPU)
+    monkeypatch.setattr(passes, "_side", object())
+
+    def refuse(_model: Model, _kv: PagedKv, _side: object, span: tuple[int, int]) -> None:
+        raise RuntimeError(f"no capture from {span[0]}\nand more")
+
+    monkeypatch.setattr(graphs, "CapturedPass", refuse)
+    passes.prepare(64)
+    assert not passes.are_captured
+    line = "no CUDA graphs of 64 tokens, both sides run eagerly: RuntimeError: no capture from 0\n"
+    assert capsys.readouterr().out == line
+    assert int(passes.run(torch.arange(64), 0, [9, 2, 5, 11])) in range(256)
 
 
 def test_a_block_is_named_by_all_tokens_before_it() -> None:
