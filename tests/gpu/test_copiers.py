@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_void_p
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvd import native
 from kvd.core.events import JobKind
 from kvd.mover.cuda.runs import Runs, runs_of
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
@@ -242,6 +244,40 @@ def test_one_attribute_is_for_all_copies_and_says_when_sources_may_be_read(
     with pytest.raises(CudaError):
         BatchCall(cast(Libcuda, refusing)).copy(kind, cast(Any, COPIES), 0x5000)
     assert refusing.given == [([16, 32], order, 0, 1, 0x5000)]
+
+
+def test_a_driver_has_read_its_lists_when_the_call_returns(rig: Rig) -> None:
+    """The native library fills the same arrays for each batch, whatever is still queued."""
+    import cupy
+
+    from kvd.mover.cuda.copiers import Copier, Memories, batch_call
+
+    library = native.library()
+    if library is None:
+        pytest.skip(native.why_not())
+    copier = Copier(LOAD, batch_call(), library)
+    content, before = rig.host.copy(), rig.read_device()
+    memories = Memories(
+        np.array([rig.device] * 4, dtype=np.uint64), np.array([rig.host_address], dtype=np.uint64)
+    )
+    gate = threading.Event()
+    cupy.cuda.ExternalStream(rig.stream).launch_host_func(lambda _: gate.wait(10), None)
+    for number, block in enumerate(range(0, 32, 2)):
+        slots = np.array([number * KEYS_AND_VALUES.part_bytes], dtype=np.uint64)
+        part = LocatedPart(0, np.zeros(1, np.uint32), slots, np.array([[block]], dtype=np.uint32))
+        copies = copier.list(part, KEYS_AND_VALUES, memories)
+        while copies.has_more:
+            copies.submit(3 * 4096, rig.stream)  # three stretches a call
+    gate.set()
+    rig.sync()
+    expected = before
+    for number, block in enumerate(range(0, 32, 2)):
+        at = number * KEYS_AND_VALUES.part_bytes
+        for fragment in KEYS_AND_VALUES.fragments:
+            start = fragment.base + block * fragment.stride
+            expected[start : start + 4096] = content[at : at + 4096]
+            at += 4096
+    assert np.array_equal(rig.read_device(), expected)
 
 
 # -- addresses ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvd import native
 from kvd.core.errors import InvalidArgument, LayoutMismatch
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped
@@ -88,9 +89,19 @@ def scattered(group: GroupMap, number: int) -> LocatedPart:
 @PATHS
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.__name__ for layout in LAYOUTS])
+@pytest.mark.parametrize("by", ["library", "numpy"])
 def test_blocks_land_in_their_places_and_nowhere_else(
-    workshop: Workshop, layout: Layout, kind: JobKind, warm: bool
+    workshop: Workshop,
+    layout: Layout,
+    kind: JobKind,
+    warm: bool,
+    by: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if by == "numpy":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip(native.why_not())
     region_bytes, groups = layout()
     with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:
         if warm:

@@ -112,6 +112,7 @@ class NativeLists:
         )
         self._work_at = ctypes.addressof(self._work)
         self._room = 0
+        self._make_room(_FEWEST_RUNS)
         self._tables: dict[int, tuple[GroupMap, I64, I64]] = {}
         self._kept: tuple[Any, ...] = ()  # what the plan points to
 
@@ -161,7 +162,7 @@ class NativeLists:
 
     def _make_room(self, runs: int) -> None:
         if runs > self._room:
-            self._room = max(_FEWEST_RUNS, 1 << (runs - 1).bit_length())
+            self._room = 1 << (runs - 1).bit_length()
             self._runs: U64 = np.empty((self._room, len(RUN_FIELDS)), dtype=np.uint64)
             self._plan.runs = self._work.runs = address_of(self._runs)
 
