@@ -116,7 +116,10 @@ class Model:
     def _cached(self, cache: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of so many tokens, gathered: [tokens, kv heads, head dim] each."""
         used = blocks[: -(-length // self.shape.block_tokens)]
-        key, value = cache.index_select(1, used).flatten(1, 2)[:, :length]
+        # As elements of 16 bytes: the device has a thread for each, and eight times as many for
+        # bfloat16.
+        gathered = cache.view(torch.complex128).index_select(1, used).view(cache.dtype)
+        key, value = gathered.flatten(1, 2)[:, :length]
         return key, value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
