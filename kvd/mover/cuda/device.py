@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 from cupy.cuda import runtime
@@ -46,6 +47,7 @@ class Device:
 
     def __init__(self, gpu: GpuConfig) -> None:
         self.uuid = gpu.uuid
+        self._bound = threading.local()
         if gpu.uuid.startswith("MIG-"):
             raise _refused_mode("a MIG instance", "register memory of a whole GPU")
         self._free_bytes_before = gpu.free_bytes_before
@@ -64,11 +66,17 @@ class Device:
             raise self.refusal(error) from error
 
     def bind(self) -> None:
-        """Make the context this thread's: calls by ctypes take the one that is current."""
+        """Make the context this thread's: calls by ctypes take the one that is current.
+
+        Costs something only in a thread's first call.
+        """
+        if getattr(self._bound, "is_here", False):
+            return
         try:
             runtime.setDevice(ONLY)
         except runtime.CUDARuntimeError as error:
             raise DeviceLost(f"{self.uuid} answers no more: {error}") from error
+        self._bound.is_here = True
 
     def bytes_taken(self) -> int:
         """Device memory that went since the worker looked, before this process had a context.
