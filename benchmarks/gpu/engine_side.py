@@ -6,11 +6,12 @@ import time
 from typing import cast
 
 from benchmarks.gpu.peers import DeviceMemory
-from benchmarks.rig import JOB_BLOCKS, BenchEngine, keys
+from benchmarks.rig import BenchEngine, keys
 from kvd_client import DeviceSpan, Fragment, GroupLayout, StepPlan, Worker
 from kvd_client.draft import StepDraft
 from tests.client.kv_memory import KvMemory
 
+GPU_JOB_BLOCKS = 512  # a step of 8192 tokens, in blocks of 16
 LOOK_SECONDS = 50e-6
 SOON_SECONDS = 1e-6
 STEP_SECONDS = 0.004  # from the scheduler's step until the worker has its plan, and a model runs
@@ -52,12 +53,12 @@ class GpuEngine(BenchEngine):
     def make_memory(self) -> KvMemory:
         return cast("KvMemory", self._kv)
 
-    def move(self, kinds: list[str], order: list[int], job_blocks: int = JOB_BLOCKS) -> float:
+    def move(self, kinds: list[str], order: list[int]) -> float:
         """Store and load those engine blocks, a half each when both; seconds until all is seen.
 
         What is stored has new keys; what is loaded was stored by the pass before.
         """
-        step, plan = self._drafted(kinds, order, job_blocks)
+        step, plan = self._drafted(kinds, order)
         began = time.perf_counter()
         failed = self.run_jobs(step, plan, LOOK_SECONDS)
         seconds = time.perf_counter() - began
@@ -70,7 +71,7 @@ class GpuEngine(BenchEngine):
         From the scheduler's step on; `is_known`: from the worker's submission on, of a step that
         the daemon got STEP_SECONDS before, as it does from an engine with a worker of its own.
         """
-        step, plan = self._drafted([kind], [0], JOB_BLOCKS)
+        step, plan = self._drafted([kind], [0])
         began = time.perf_counter()
         assert self.connection.send_step(step)
         if is_known:
@@ -81,11 +82,9 @@ class GpuEngine(BenchEngine):
         assert not failed, f"{failed} jobs failed"
         return seconds
 
-    def _drafted(
-        self, kinds: list[str], order: list[int], job_blocks: int
-    ) -> tuple[StepDraft, StepPlan]:
+    def _drafted(self, kinds: list[str], order: list[int]) -> tuple[StepDraft, StepPlan]:
         """A step and its plan, as `move` says."""
-        self.job_blocks = job_blocks
+        self.job_blocks = GPU_JOB_BLOCKS
         both = len(kinds) == 2
         half = len(order) // 2 if both else len(order)
         step, plan_of = StepDraft(), {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.probing.remote import Remote, remotes, tried
+from benchmarks.gpu.probing.remote import Remote, remotes, tried, wait_until
 from benchmarks.gpu.probing.scale import Scale
 
 MIB = 1 << 20
@@ -21,6 +21,7 @@ HUGE_PAGE_BYTES = 2 * MIB
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
 LIMIT_BYTES = 64 << 10  # a container's usual limit on locked memory
 NOBODY = 65534
+END_SECONDS = 30.0
 
 
 def host_memory(scale: Scale) -> dict[str, Any]:
@@ -87,7 +88,15 @@ def _register(scale: Scale, folder: Path) -> dict[str, Any]:
         second.call("register", **orders[1], piece=piece)
         across = _copies(scale, second, mapped[1]["address"])
         found["copies that run across two registrations"] = across
+        found["gone after kill -9, with nothing registered"] = _seconds_to_end(first)
+        found[f"gone after kill -9, with {size >> 20} MiB registered"] = _seconds_to_end(second)
     return found
+
+
+def _seconds_to_end(remote: Remote) -> float | None:
+    """How long a killed process takes to be gone, which gives back what it had registered."""
+    remote.kill()
+    return wait_until(lambda: remote.is_gone, END_SECONDS)
 
 
 def _copies(scale: Scale, remote: Remote, host: int) -> dict[str, Any]:
