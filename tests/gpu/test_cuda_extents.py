@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import DeviceLost
 from kvd.mover.facts import GpuFacts
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
-from kvd_proto.libcuda import CudaError
+from kvd.mover.registration_errors import GPU_HANDLE_REFUSED
+from kvd_proto.libcuda import CudaError, Libcuda
 from tests.contract.test_copy_engine_contract import part
 from tests.gpu.cuda_bench import EXTENT_BYTES, EXTENTS, Bench, Workshop, bench_of, workshop_of
 from tests.gpu.driver import Driver, Exporter
@@ -21,6 +23,7 @@ BLOCKS = 16
 BLOCK_BYTES = 4096
 ILLEGAL_ADDRESS = 700  # stays for good
 INVALID_VALUE = 1  # ends with the call
+NOT_FOUND = 500
 
 
 @pytest.fixture
@@ -260,6 +263,23 @@ def test_whatever_stops_a_copy_nothing_is_under_way_afterwards(
 
 
 # -- the engine's memory --------------------------------------------------------------------
+
+
+def test_memory_whose_size_the_driver_does_not_tell_is_refused_and_not_kept_open(
+    workshop: Workshop, fake: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvd.mover.cuda.engine import CudaCopyEngine
+
+    def unknown(driver: Libcuda, address: int) -> tuple[int, int]:
+        raise CudaError("cuMemGetAddressRange_v2", NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "")
+
+    config = workshop.config([BLOCKS * BLOCK_BYTES], (layers(),))
+    before = fake.counters()["ipc_open"]
+    monkeypatch.setattr(Libcuda, "address_range", unknown)
+    with pytest.raises(InvalidArgument, match="does not tell the size") as refused:
+        CudaCopyEngine(config)
+    assert (refused.value.reason, refused.value.field) == (GPU_HANDLE_REFUSED, "memories[0]")
+    assert fake.counters()["ipc_open"] == before
 
 
 def test_regions_of_one_allocation_are_one_open_handle(workshop: Workshop, fake: Driver) -> None:

@@ -293,17 +293,6 @@ async def test_a_wrong_size_of_a_physical_allocation_is_refused(workshop: Worksh
 
 
 @on_loop
-async def test_where_sizes_of_imports_are_not_told_the_worker_is_believed_and_that_said(
-    workshop: Workshop, fake: Driver, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = config_of(workshop)
-    fake.inject("address_range", unknown_for_imports=True)
-    async with started(config) as (mover, sink):
-        assert await ended(mover, sink, 1, JobKind.STORE, part(0, [(0, 0)], [[2]])) is DONE
-    assert capfd.readouterr().err.count("does not tell the size of imported memory") == 1
-
-
-@on_loop
 async def test_a_daemon_without_cupy_says_what_to_install(
     workshop: Workshop, fake: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

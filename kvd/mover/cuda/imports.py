@@ -18,7 +18,6 @@ from kvd.mover.cuda.device import ONLY, Device
 from kvd.mover.facts import CUDA_IPC, CUDA_VMM
 from kvd.mover.layout import CudaRegion
 from kvd.mover.registration_errors import GPU_HANDLE_REFUSED
-from kvd.processes.complaints import log_limited
 from kvd_proto.libcuda import (
     HANDLE_TYPE_POSIX_FD,
     IPC_HANDLE_BYTES,
@@ -32,7 +31,6 @@ from kvd_proto.libcuda import (
 )
 
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-_UNKNOWN_BYTES = 0
 _PID_HINT = (
     "Where engine and daemon run in containers, both may be process 1 of their own, and such a "
     "handle is not opened: let them share a PID namespace (hostPID)."
@@ -41,7 +39,7 @@ _PID_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An allocation in this process. `bytes` from `address` on, 0 where the driver won't say."""
+    """An allocation in this process: `bytes` from `address` on."""
 
     address: int
     bytes: int
@@ -59,7 +57,6 @@ class Imports:
         self._device = device
         self._driver = libcuda()
         self._opened: dict[bytes | int, _Opened] = {}
-        self._sizes_known = True
         try:
             self.addresses = tuple(
                 self._place(region, f"memories[{number}]") for number, region in enumerate(regions)
@@ -82,7 +79,7 @@ class Imports:
             self._opened[key] = opened(region, name)
         allocation = self._opened[key]
         end = region.offset + region.bytes
-        if allocation.bytes != _UNKNOWN_BYTES and end > allocation.bytes:
+        if end > allocation.bytes:
             raise InvalidArgument(
                 f"{name} ends at byte {end} of its allocation, which has {allocation.bytes}: "
                 "register memory that lies in one allocation",
@@ -107,23 +104,16 @@ class Imports:
                 f"freed. {_PID_HINT}",
                 name,
             ) from error
-        return _Opened(
-            address, self._bytes_from(address), lambda: runtime.ipcCloseMemHandle(address)
-        )
-
-    def _bytes_from(self, address: int) -> int:
-        """Bytes from an imported address to its allocation's end."""
         try:
             base, size = self._driver.address_range(address)
         except CudaError as error:
-            if self._sizes_known:
-                log_limited(
-                    f"the driver does not tell the size of imported memory ({error}): the sizes "
-                    "that the worker said are not checked"
-                )
-            self._sizes_known = False
-            return _UNKNOWN_BYTES
-        return base + size - address
+            runtime.ipcCloseMemHandle(address)
+            raise _refused(
+                f"{name}: the driver does not tell the size of its allocation ({error}), so what "
+                "the worker said can't be checked.",
+                name,
+            ) from error
+        return _Opened(address, base + size - address, lambda: runtime.ipcCloseMemHandle(address))
 
     # -- exported physical allocations ----------------------------------------------------
 

@@ -87,7 +87,6 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
     ENTER_CONTEXT();
     pthread_rwlock_rdlock(&ranges_lock);
     struct range *range = range_at(address);
-    if (range != NULL && range->imported && setting(RANGE_UNKNOWN)) range = NULL;
     if (range != NULL && base != NULL) *base = range->base;
     if (range != NULL && bytes != NULL) *bytes = range->bytes;
     pthread_rwlock_unlock(&ranges_lock);

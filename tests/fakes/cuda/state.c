@@ -59,7 +59,6 @@ static const struct {
     [REGISTER_CODE] = {"register_fails_after.code", CUDA_ERROR_OUT_OF_MEMORY},
     [OPEN_CODE] = {"open_fails.code", 0},
     [CONTEXT_CODE] = {"context_fails.code", 0},
-    [RANGE_UNKNOWN] = {"address_range.unknown_for_imports", 0},
     [CAPTURE_PID] = {"capture.pid", 0},
     [PCI_DOMAIN] = {"pci.domain", 0},
 };
