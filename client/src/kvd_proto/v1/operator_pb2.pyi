@@ -224,7 +224,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., engine_id: _Optional[str] = ..., namespace_id: _Optional[int] = ..., uid: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs_in_flight: _Optional[int] = ..., leases: _Optional[int] = ..., usable: bool = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second", "copier", "gpu", "copier_note")
+    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second", "gpu", "copier", "copier_note")
     RANK_FIELD_NUMBER: _ClassVar[int]
     MOVER_PID_FIELD_NUMBER: _ClassVar[int]
     WORKER_PID_FIELD_NUMBER: _ClassVar[int]
@@ -233,8 +233,8 @@ class RankStatus(_message.Message):
     BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
     STORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    COPIER_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    COPIER_FIELD_NUMBER: _ClassVar[int]
     COPIER_NOTE_FIELD_NUMBER: _ClassVar[int]
     rank: int
     mover_pid: int
@@ -244,10 +244,10 @@ class RankStatus(_message.Message):
     bytes_loaded: int
     store_bytes_per_second: float
     load_bytes_per_second: float
-    copier: str
     gpu: GpuStatus
+    copier: str
     copier_note: str
-    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ..., copier: _Optional[str] = ..., gpu: _Optional[_Union[GpuStatus, _Mapping]] = ..., copier_note: _Optional[str] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ..., gpu: _Optional[_Union[GpuStatus, _Mapping]] = ..., copier: _Optional[str] = ..., copier_note: _Optional[str] = ...) -> None: ...
 
 class GpuStatus(_message.Message):
     __slots__ = ("uuid", "name", "driver_version", "context_bytes", "registered_bytes", "unregistered_extents", "staged_bytes", "numa_node")
