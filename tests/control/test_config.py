@@ -90,7 +90,6 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
         (["--socket-mode", "999"], "socket_mode"),
         (["--lease-share", "2"], "lease_share"),
         (["--store-threshold", "0"], "store_threshold"),
-        (["--gpu-copier", "fastest"], "gpu_copier"),
         (["--gpu-context-bytes", "10%"], "gpu_context_bytes"),
         (["--gpu-context-bytes", "17GiB"], "gpu_context_bytes"),
         (["--gpu-staging-bytes", "64KiB"], "gpu_staging_bytes"),

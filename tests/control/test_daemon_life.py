@@ -101,7 +101,7 @@ def test_status_shows_sessions_pool_and_ranks(running: RunningDaemon, engine: Ra
     assert told["process_id"] == running.pid
     (rank,) = told["sessions"][0]["ranks"]
     assert rank["bytes_stored"] == 2 * 4096
-    assert [rank[name] for name in ("transport", "store_copier")] == ["host-shm", COPIER]
+    assert [rank[name] for name in ("transport", "copier")] == ["host-shm", COPIER]
     assert "gpu" not in rank
     assert told["namespaces"][0]["fields"]["model"] == "test-model"
 
@@ -125,7 +125,7 @@ def test_metrics_count_what_was_done(engine: RawEngine) -> None:
         'kvd_jobs_ended_total{kind="load",status="done"} 1.0',
         'kvd_tenant_bytes{tenant="default"}',
         'kvd_rpc_seconds_count{code="OK",method="WorkerService/RegisterRank"} 1.0',
-        f'kvd_rank_transport_info{{gpu="",load_copier="{COPIER}",rank="0"',
+        f'kvd_rank_transport_info{{copier="{COPIER}",gpu="",rank="0"',
     ):
         assert line in text, line
 

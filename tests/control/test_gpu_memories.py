@@ -141,7 +141,7 @@ def short_of_memory(worker: RawWorker, free_bytes: int) -> str:
 def test_too_little_free_memory_is_refused_with_how_much_the_engine_must_leave(
     worker: RawWorker,
 ) -> None:
-    assert "by 0.01 " in short_of_memory(worker, 511 * MIB)  # of 512 MiB, and 1 MiB is 0.00001
+    assert "by 0.01 " in short_of_memory(worker, 639 * MIB)  # of 640 MiB, and 1 MiB is 0.00001
     assert f"{UUID}: 0 MiB of 81920 MiB are free" in short_of_memory(worker, 0)
 
 
@@ -182,12 +182,12 @@ def test_what_an_engine_allocated_while_its_mover_started_bars_nobody_for_ever()
 def test_a_measurement_that_can_be_no_context_is_not_kept(measured: int) -> None:
     room = GpuCapacity(GpuTerms())
     room.measured(gpu_facts(measured))
-    assert room.context_bytes(UUID) == 512 * MIB
+    assert room.context_bytes(UUID) == 640 * MIB
 
 
 def test_what_an_earlier_mover_of_the_rank_gives_back_counts_as_free() -> None:
     room = GpuCapacity(GpuTerms())
-    free = pb.GpuMemory(free_bytes=112 * MIB, total_bytes=80 * GIB)
+    free = pb.GpuMemory(free_bytes=240 * MIB, total_bytes=80 * GIB)
     assert room.config(UUID, free, returning_bytes=400 * MIB).uuid == UUID
     with pytest.raises(InvalidArgument) as refused:
         room.config(UUID, free, returning_bytes=399 * MIB)

@@ -12,7 +12,7 @@ from kvd.cli.status import as_json, as_text
 from kvd.control.registration.gpu_capacity import in_words
 from kvd.core.engines.layouts import RankPlacement
 from kvd.core.keys import NamespaceId, SessionId
-from kvd.mover.facts import CUDA_IPC, CopyPath, GpuFacts, MoverFacts
+from kvd.mover.facts import CUDA_IPC, GpuFacts, MoverFacts
 from kvd.observability.metrics import Metrics
 from kvd.runtime.fleet import AttachedMover
 from kvd_proto.v1 import operator_pb2 as pb
@@ -21,7 +21,7 @@ UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 GIB = 1 << 30
 MIB = 1 << 20
 GPU = GpuFacts(UUID, "NVIDIA H100", "580", 410 * MIB, 62 * GIB)
-FACTS = MoverFacts(CUDA_IPC, CopyPath("batch", 51.2e9), CopyPath("strided", 49.9e9), GPU)
+FACTS = MoverFacts(CUDA_IPC, "batch", GPU)
 
 
 @dataclass
@@ -70,19 +70,16 @@ def test_metrics_say_how_a_rank_is_reached_and_what_did_not_go_as_it_should() ->
     slow = replace(FACTS, gpu=replace(GPU, unregistered_extents=3, staged_bytes=5 * MIB))
     read = samples(attached(4, 2, slow), attached(5, 0, MoverFacts()))
     here = of_rank(4, 2, UUID)
-    info = {"transport": "cuda-ipc", "store_copier": "batch", "load_copier": "strided"}
+    info = {"transport": "cuda-ipc", "copier": "batch"}
     assert read["kvd_rank_transport_info", of_rank(4, 2, UUID, **info)] == 1
     assert read["kvd_mover_registered_bytes", here] == 62 * GIB
     assert read["kvd_mover_unregistered_extents", here] == 3
     assert read["kvd_mover_staged_bytes_total", here] == 5 * MIB
-    speed = "kvd_mover_calibrated_bytes_per_second"
-    assert read[speed, of_rank(4, 2, UUID, kind="store")] == 51.2e9
-    assert read[speed, of_rank(4, 2, UUID, kind="load")] == 49.9e9
 
 
 def test_a_rank_in_host_memory_has_a_transport_and_nothing_of_a_gpu() -> None:
     read = samples(attached(5, 0, MoverFacts()))
-    host = {"transport": "host-shm", "store_copier": "memcpy", "load_copier": "memcpy"}
+    host = {"transport": "host-shm", "copier": "memcpy"}
     ours = [place for place in read if place[0].startswith(("kvd_rank", "kvd_mover_"))]
     assert ours == [("kvd_rank_transport_info", of_rank(5, 0, "", **host))]
 
@@ -97,14 +94,12 @@ def rank_status(rank: int, **gpu: Any) -> pb.RankStatus:
         "driver_version": "580",
         "context_bytes": 410 * MIB,
         "registered_bytes": 62 * GIB,
-        "calibrated_store_bytes_per_second": 51.2e9,
         "numa_node": 1,
     }
     return pb.RankStatus(
         rank=rank,
         transport="cuda-ipc",
-        store_copier="batch",
-        load_copier="plain",
+        copier="batch",
         gpu=pb.GpuStatus(**{**fields, **gpu}),
     )
 
@@ -114,20 +109,20 @@ def status_of(*ranks: pb.RankStatus) -> pb.StatusResponse:
     return pb.StatusResponse(sessions=[session])
 
 
-def test_status_shows_what_a_rank_on_a_gpu_takes_and_how_fast_it_copies() -> None:
+def test_status_shows_what_a_rank_on_a_gpu_takes_and_by_what_it_copies() -> None:
     lines = list(as_text(status_of(rank_status(0), rank_status(1, numa_node=-1))))
-    heads = next(n for n, line in enumerate(lines) if "STORES BY" in line)
-    assert lines[heads + 1].split() == [
-        *("7", "0", UUID, "batch", "51.2", "GB/s", "plain", "410.0", "MiB", "62.0", "GiB", "1")
-    ]
+    assert [line.split()[4] for line in lines if "cuda-ipc" in line] == ["cuda-ipc", "cuda-ipc"]
+    assert all("batch" in line for line in lines if "cuda-ipc" in line)
+    heads = next(n for n, line in enumerate(lines) if "PINNED" in line)
+    assert lines[heads + 1].split() == ["7", "0", UUID, "410.0", "MiB", "62.0", "GiB", "1"]
     assert lines[heads + 2].split()[-1] == "unknown"
     assert not any("WARNING" in line for line in lines)
 
 
 def test_status_says_what_copies_and_why_it_is_not_faster() -> None:
     why = "there is no compiler"
-    slow = pb.RankStatus(rank=1, transport="host-shm", store_copier="numpy", copier_note=why)
-    fast = pb.RankStatus(rank=0, transport="host-shm", store_copier="native-avx2")
+    slow = pb.RankStatus(rank=1, transport="host-shm", copier="numpy", copier_note=why)
+    fast = pb.RankStatus(rank=0, transport="host-shm", copier="native-avx2")
     lines = list(as_text(status_of(fast, slow)))
     assert [line for line in lines if "copies by" in line] == [
         "  session 7 rank 1 copies by numpy: there is no compiler"
@@ -165,11 +160,10 @@ def test_the_json_form_has_figures_as_numbers_and_a_drivers_version_as_text() ->
 # -- the log ----------------------------------------------------------------------------------
 
 
-def test_the_line_of_a_registration_names_path_speed_and_context() -> None:
+def test_the_line_of_a_registration_names_path_copier_and_context() -> None:
     assert in_words(FACTS) == (
-        f"cuda-ipc on {UUID} (NVIDIA H100, driver 580); stores by batch (51.2 GB/s),"
-        " loads by strided (49.9 GB/s); context 410 MiB"
+        f"cuda-ipc on {UUID} (NVIDIA H100, driver 580); copied by batch; context 410 MiB"
     )
     assert in_words(MoverFacts()) == "host-shm, copied by memcpy"
-    unknown = replace(FACTS, load=CopyPath("plain"), gpu=replace(GPU, context_bytes=0))
-    assert "loads by plain (not calibrated); context of unknown size" in in_words(unknown)
+    unknown = replace(FACTS, copier="plain", gpu=replace(GPU, context_bytes=0))
+    assert "copied by plain; context of unknown size" in in_words(unknown)
