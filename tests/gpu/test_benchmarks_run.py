@@ -264,6 +264,19 @@ MADE_UP = {
                 "opened_by_its_exporter": {"failed": "cuIpcOpenMemHandle: NO|WAY (201)"},
                 "close": {"ok": None},
                 "deaths": [{"step": "first", "bytes": 3 << 30}],
+                "killed": [
+                    {
+                        "ok": {
+                            "free": 1 << 37,
+                            "gone_after_s": wait,
+                            "still_reads": {"ok": "5a" * 16},
+                        }
+                    }
+                    for wait in (0.06, 0.05, 0.07)
+                ],
+                "freed": [{"ok": {"close": {"ok": None}}}, {"failed": "NO|WAY"}],
+                "range_of_the_import": {"ok": [12918456320, 64 << 20]},
+                "pointer": {"device_pointer": 12918456320, "mapped": 1, "legacy_ipc_capable": 0},
                 "seconds": [0.5, 1.5, 1.0],
             }
         },
@@ -284,10 +297,36 @@ def test_a_table_of_facts_tells_answers_refusals_and_samples() -> None:
         "| bytes arrive | yes |",
         "| opened by its exporter | refused: cuIpcOpenMemHandle: NO/WAY (201) |",
         "| close | worked |",
-        "| deaths first: bytes | 3221225472 (3072 MiB) |",
-        "| seconds | 1 (0.5 to 1.5, 3 samples) |",
+        "| deaths first: bytes | 3 GiB |",
+        "| killed: gone after | 60 ms (50 to 70, 3 samples) |",
+        "| killed: still reads | yes, 0x5a throughout |",
+        "| freed: trial 1: close | worked |",
+        "| freed: trial 2 | refused: NO/WAY |",
+        "| range of the import | 0x302000000, 64 MiB |",
+        "| pointer: legacy ipc capable | no |",
+        "| seconds | 1 s (0.5 to 1.5, 3 samples) |",
         "<!-- end -->",
         "B",
+    ]
+
+
+def test_what_is_asked_of_several_things_stands_side_by_side() -> None:
+    kinds = {
+        "malloc": {"pointer": {"is_managed": 0}, "legacy handle": {"ok": None}},
+        "managed": {"failed": "none here"},
+        "opened by descriptor": {"ok": {"bytes taken": 64 << 20}},
+    }
+    table = facts.tables("kinds", [{**MADE_UP, "questions": {"kinds": {"answer": kinds}}}])
+    assert table.splitlines()[2:] == [
+        "| fact | malloc | managed |",
+        "|---|---|---|",
+        "| pointer: is managed | no |  |",
+        "| legacy handle | worked |  |",
+        "| all of it |  | refused: none here |",
+        "",
+        "| fact | figure |",
+        "|---|---|",
+        "| opened by descriptor: bytes taken | 64 MiB |",
     ]
 
 
