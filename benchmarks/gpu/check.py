@@ -231,13 +231,18 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def keep(outcomes: Sequence[Outcome], results: Path) -> None:
-    """Write what became of the steps so far; all results there are to KVD_GPU_RESULTS, too."""
+    """Write what became of the steps so far; all results there are to KVD_GPU_RESULTS, too.
+
+    Reports of tests name files as they lie in the checkout, wherever that lies.
+    """
     document = {
         "commit": places.commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": [asdict(outcome) for outcome in outcomes],
     }
     (results / "gpu-check.json").write_text(json.dumps(document, indent=1) + "\n")
+    for written in results.glob("gpu-*.xml"):
+        written.write_text(written.read_text().replace(f"{ROOT}/", ""))
     if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
         Path(elsewhere).mkdir(parents=True, exist_ok=True)
         for path in results.iterdir():

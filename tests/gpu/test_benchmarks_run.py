@@ -378,7 +378,9 @@ def test_a_failed_step_fails_the_check_and_every_step_is_told(tmp_path: Path) ->
         )
         for name, status in (("one", 1), ("two", 0))
     ]
+    (tmp_path / "gpu-tests.xml").write_text(f"<skipped>{places.ROOT}/tests/gpu/x.py:7</skipped>")
     assert check.report(outcomes, tmp_path) == 1
+    assert (tmp_path / "gpu-tests.xml").read_text() == "<skipped>tests/gpu/x.py:7</skipped>"
     told = json.loads((tmp_path / "gpu-check.json").read_text())
     assert [(step["name"], step["status"]) for step in told["steps"]] == [("one", 1), ("two", 0)]
     assert check.report(outcomes[1:], tmp_path) == 0
