@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,25 +141,25 @@ def test_what_the_second_writes_over_the_firsts_bytes_stands(
 def test_the_second_is_submitted_before_the_first_has_ended(
     bench: Bench, kind: JobKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvd.mover.cuda.copiers import Copier
     from kvd.mover.cuda.lane import Flight
 
     pin(bench, (0, 1))
     submitters: list[int] = []
     both = threading.Event()
-    submit, wait = Copier.submit, Flight.wait
+    submit, wait = Flight.submit, Flight.wait
 
-    def noted(copier: Copier, *args: object) -> None:
-        submit(copier, *args)  # type: ignore[arg-type]
+    def noted(flight: Flight, *piece: Any) -> int:
+        submitted = submit(flight, *piece)
         submitters.append(threading.get_ident())
         if len(set(submitters)) == 2:
             both.set()
+        return submitted
 
     def patient(flight: Flight) -> None:
         assert both.wait(PATIENCE_S), "the second waited for the first one's end"
         wait(flight)
 
-    monkeypatch.setattr(Copier, "submit", noted)
+    monkeypatch.setattr(Flight, "submit", noted)
     monkeypatch.setattr(Flight, "wait", patient)
     copy_at_once(bench, kind, Sent(moved(0)), Sent(moved(1, first=16)))
     order = [submitters.index(who) for who in dict.fromkeys(submitters)]
