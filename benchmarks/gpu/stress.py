@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -175,10 +176,19 @@ class StressEngine(BenchEngine):
         wanted = {*plan.stores, *plan.loads}
         while ended.keys() != wanted:
             ended |= {told.job_id: told.done for told in rank.worker.get_finished().ended}
+            ended |= self._refused(wanted - ended.keys())
             if time.monotonic() > end:
                 raise TimeoutError(f"jobs that have not ended: {sorted(wanted - ended.keys())}")
             time.sleep(LOOK_SECONDS)
         return ended
+
+    def _refused(self, wanted: AbstractSet[int]) -> dict[int, bool]:
+        """What the daemon has refused before a rank could hear of it, as a scheduler tells it."""
+        told = dict(self.connection.take_ended())
+        refused = [job for job in wanted if told.get(job) is False]
+        if refused:
+            self.ranks[0].worker.start_step(StepPlan(forget=tuple(refused)))
+        return dict.fromkeys(refused, False)
 
 
 def hash_of(key: int) -> bytes:

@@ -118,18 +118,15 @@ class CudaCopyEngine:
         lane = self._lanes[kind]
         flight = Flight(lane)
         copied = 0
-        try:
-            self._device.bind()
-            with lane.turn:
-                for slab in _slabs(part, self._config.groups[part.group]):
-                    if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
-                        copied += self._copy_straight(kind, slab, flight, keep_going)
-                    else:
-                        copied += self._copy_staged(kind, slab, flight, keep_going)
+        self._device.bind()
+        with lane.turn, flight:  # what fails is settled before the next one has the turn
+            for slab in _slabs(part, self._config.groups[part.group]):
+                if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
+                    copied += self._copy_straight(kind, slab, flight, keep_going)
+                else:
+                    copied += self._copy_staged(kind, slab, flight, keep_going)
+        with flight:
             flight.wait()
-        except BaseException:
-            flight.settle()
-            raise
         return copied
 
     def _copy_straight(

@@ -64,7 +64,7 @@ class Lane:
 class Flight:
     """What one copy has under way on a lane, at most two pieces. For one thread.
 
-    Whatever a call raises, `settle` must follow before anything else.
+    In a `with` of it: whatever is raised there, nothing of it is under way afterwards.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -88,8 +88,13 @@ class Flight:
         while self._pieces:
             self._wait_for_oldest()
 
-    def settle(self) -> None:
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error: return once nothing is under way, as `Lane.settle`."""
+        if kind is None:
+            return
         self._lane.settle()
         while self._pieces:
             self._lane.give_back(self._pieces.popleft())
