@@ -115,7 +115,7 @@ proto: ## Make the stubs from proto/
 	@.ci/venv dev
 	$(BIN)/python proto/generate.py
 
-gpu-check: ## On a GPU: probe, tests, copies beside their bars, short demo (8 minutes; no .venv)
+gpu-check: ## On a GPU: probe, tests, stress, copies beside their bars, demo (5 minutes; no .venv)
 	@python3 -m benchmarks.gpu.check $(ARGS)
 
 cluster-up: ## Start a Mooncake Store on the loopback (ARGS='--megabytes 4096 --port 50051')

@@ -1,9 +1,9 @@
 """Everything that a GPU machine can show of kvd, in under 8 minutes: `make gpu-check`.
 
-The probe, tests/gpu on the real driver, the copies beside their bars, and the short demo, each
-under its own time limit; a failure stops none of the others. Needs the checkout, a python3 with
-numpy, CuPy, torch, grpcio, protobuf, pytest and hypothesis, and the wheels in .whl (see
-benchmarks/gpu/carry.sh); no internet and no .venv. Results lie under
+The probe, tests/gpu on the real driver, right bytes under load, the copies beside their bars, and
+the short demo, each under its own time limit; a failure stops none of the others. Needs the
+checkout, a python3 with numpy, CuPy, torch, grpcio, protobuf, pytest and hypothesis, and the
+wheels in .whl (see benchmarks/gpu/carry.sh); no internet and no .venv. Results lie under
 benchmarks/results/<device name>/, and in the folder that KVD_GPU_RESULTS names too: what there is
 by then, after each step, so that who is cut off loses one step's alone.
 """
@@ -108,6 +108,7 @@ def steps(results: Path, patience: float = 1.0) -> tuple[Step, ...]:
         Step("probe", ("-m", "benchmarks.gpu.probe", f"--limit={95 * patience:.0f}"), 130),
         Step("tests", (*_pytest(results, "tests"), *at_once, "tests/gpu", *others), 120),
         Step("memory", (*_pytest(results, "memory"), *memory), 130),
+        Step("stress", ("-m", "benchmarks.gpu.stress", "--seconds=24"), 60),
         Step("copies", ("-m", "benchmarks.gpu.copies"), 150),
         Step("demo", demo, 60),
     )

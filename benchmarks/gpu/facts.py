@@ -72,8 +72,9 @@ def tables(question: str, documents: Sequence[Document]) -> str:
     for document in asked:
         driver = (document.get("machine", {}).get("nvidia_smi") or {}).get("driver_version", "")
         name = document["device"]["name"] + (f", driver {driver}" if driver else "")
-        where = f"{name}, commit {document['commit']}, {document['time']}"
         told = document["questions"][question]
+        made = {"commit": document["commit"], "time": document["time"]} | told
+        where = f"{name}, commit {made['commit']}, {made['time']}"
         parts.append(f"{where}\n\n{_table(question, told)}")
     return "\n".join(parts)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -79,13 +80,38 @@ def ask(names: list[str], scale: Scale, limit_s: float) -> Iterator[tuple[str, d
             told: dict[str, Any] = {"answer": QUESTIONS[name](scale)}
         except BROKEN as error:
             told = {"failed": f"{type(error).__name__}: {error}"}
-        yield name, told | {"seconds": time.monotonic() - since}
+        yield name, told | {"seconds": time.monotonic() - since} | stamp()
+
+
+def stamp() -> dict[str, str]:
+    """When an answer is of, and of what commit."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"time": now, "commit": places.commit()}
+
+
+def answered_before(document: dict[str, Any], target: Path) -> dict[str, Any]:
+    """What a file there has of answers of the same device, driver and sizes."""
+    try:
+        kept = json.loads(target.read_text())
+        if _subject(kept) != _subject(document):
+            return {}
+        of_all = {name: kept[name] for name in ("time", "commit")}
+        return {name: of_all | told for name, told in kept["questions"].items()}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _subject(document: dict[str, Any]) -> str:
+    """What must be the same for answers of two runs to lie in one file."""
+    driver = (document["machine"]["nvidia_smi"] or {}).get("driver_version")
+    return json.dumps([document["device"]["name"], driver, document["scale"]])
 
 
 def main() -> int:
     """Ask, print what could be answered, write the JSON; 1 without a device or on a failure."""
     parser = argparse.ArgumentParser(description="Facts of a GPU machine, as JSON.")
-    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
+    asked = ", ".join(QUESTIONS) + "; the other answers of the file stay"
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=asked)
     parser.add_argument("--output", type=Path, help="JSON file (default: by the device's name)")
     parser.add_argument("--limit", type=float, default=110.0, help="seconds to begin questions in")
     parser.add_argument("--tiny", action="store_true", help="sizes that only try the probe itself")
@@ -107,13 +133,15 @@ def main() -> int:
     answers: dict[str, Any] = {}
     document = {
         "probe": 1,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": places.commit(),
+        **stamp(),
         "device": device,
         "machine": surroundings(),
         "scale": scale.__dict__,
         "questions": answers,
     }
+    if options.questions:
+        target = options.output or places.folder_of(device["name"]) / "gpu-probe.json"
+        answers |= answered_before(document, target)
     for name, told in ask(names, scale, options.limit):
         answers[name] = told
         seconds = f" ({told['seconds']:.1f} s)" if "seconds" in told else ""
@@ -121,7 +149,7 @@ def main() -> int:
         # After each: what ends the probe early takes no answer with it.
         target = places.write(document, device["name"], "gpu-probe", options.output)
     print(f"written to {target}")
-    return 1 if any("failed" in answer for answer in answers.values()) else 0
+    return 1 if any("failed" in answers[name] for name in names) else 0
 
 
 if __name__ == "__main__":

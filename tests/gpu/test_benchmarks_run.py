@@ -90,6 +90,32 @@ def test_no_answer_of_the_probe_is_a_mistake_of_its_own(probed: dict[str, Any]) 
     assert {name: found for name, found in mistakes.items() if found} == {}
 
 
+def test_a_single_question_leaves_the_other_answers_as_they_are(
+    probed: dict[str, Any], tmp_path: Path, driver: Driver
+) -> None:
+    output = tmp_path / "probe.json"
+    output.write_text(json.dumps(probed))
+    run("benchmarks.gpu.probe", "--tiny", f"--output={output}", "kinds", KVD_COMMIT="another")
+    told = json.loads(output.read_text())["questions"]
+    if not driver.is_fake:
+        pytest.skip("a real driver's answers differ")
+    assert told["kinds"]["commit"] == "another"
+    assert told["handles"] == probed["questions"]["handles"]
+    assert told.keys() == probed["questions"].keys()
+    run("benchmarks.gpu.probe", f"--output={output}", "kinds")  # of another scale
+    assert json.loads(output.read_text())["questions"].keys() == {"kinds"}
+
+
+def test_the_stress_finds_all_bytes_right_and_kills_movers(tmp_path: Path) -> None:
+    output = tmp_path / "stress.json"
+    told = run("benchmarks.gpu.stress", "--tiny", "--seconds=10", f"--output={output}")
+    assert told.returncode == 0, told.stdout + told.stderr
+    rows = json.loads(output.read_text())["results"]
+    assert len(rows) == 4
+    assert all(row["wrong"] == [] and row["blocks found right"] for row in rows)
+    assert sum(row.get("movers killed", 0) for row in rows) > 0
+
+
 def test_the_probe_sees_what_one_process_writes_into_anothers_memory(
     probed: dict[str, Any],
 ) -> None:
@@ -430,7 +456,7 @@ def test_tests_that_judge_free_memory_run_alone_in_the_check(tmp_path: Path) -> 
 
 def test_the_check_names_its_steps_in_their_order(tmp_path: Path) -> None:
     steps = check.steps(tmp_path)
-    names = ["imports", "probe", "tests", "memory", "copies", "demo"]
+    names = ["imports", "probe", "tests", "memory", "stress", "copies", "demo"]
     assert [step.name for step in steps] == names
     patient = check.steps(tmp_path, 2.0)
     assert [step.limit_s for step in patient] == [2 * step.limit_s for step in steps]

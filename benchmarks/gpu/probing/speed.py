@@ -24,14 +24,16 @@ BUSY_FRAGMENTS = (8 * KIB, 32 * KIB, 2 * MIB)
 WAYS: tuple[dict[str, Any], ...] = (
     {"way": "large"},
     {"way": "plain"},
+    {"way": "batch", "most": 16},
     {"way": "batch", "most": 64},
+    {"way": "batch", "most": 128},
     {"way": "batch", "most": 512},
     {"way": "batch", "most": 4096},
     {"way": "strided"},
     {"way": "kernel", "blocks": 8},
     {"way": "kernel", "blocks": 32},
 )
-BUSY_WAYS = (WAYS[0], WAYS[1], WAYS[4], WAYS[5], WAYS[6])
+BUSY_WAYS = (WAYS[0], WAYS[1], WAYS[4], WAYS[7], WAYS[8])
 PHASES: dict[str, tuple[tuple[str, int, bool], ...]] = {  # (way, fragment, is it a store)
     "idle": (),
     "store, batch, 2 MiB": (("batch", 2 * MIB, True),),

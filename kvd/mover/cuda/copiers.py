@@ -23,7 +23,6 @@ from kvd import native
 from kvd.core.events import JobKind
 from kvd.core.keys import U64
 from kvd.mover.cuda.batch import BatchCall
-from kvd.mover.cuda.held import HeldUntilPassed
 from kvd.mover.cuda.native_lists import Limits, NativeLists
 from kvd.mover.cuda.runs import Runs, runs_of
 from kvd.mover.layout import GroupMap, LocatedPart
@@ -68,7 +67,8 @@ class CopyList(Protocol):
 class Copier:
     """Copies of one direction. To be made with the device's context current, and used by one
     thread at a time in which it is; a list must be through before the next is made. Without
-    `batch` copies go one by one."""
+    `batch` copies go one by one. A driver reads its lists before a call returns, however long
+    the stream takes: docs/gpu-facts.md, "copies"."""
 
     def __init__(
         self, kind: JobKind, batch: BatchCall | None, library: native.Library | None
@@ -78,7 +78,6 @@ class Copier:
         self._most_pitch = runtime.deviceGetAttribute(
             runtime.cudaDevAttrMaxPitch, runtime.getDevice()
         )
-        self._held: HeldUntilPassed[Copies] = HeldUntilPassed()
         self._lists: NativeLists | None = None
         if library is not None:
             limits = Limits(BATCH_COPIES, NARROW_BYTES, LEAST_STEPS, self._most_pitch)
@@ -124,15 +123,9 @@ class Copier:
         if self._batch is None:
             _submit_one_by_one(self.kind, copies, stream)
             return
-        self._held.release()
-        # NVIDIA does not say whether the arrays are read during the call only.
-        try:
-            for start in range(0, len(copies[0]), BATCH_COPIES):
-                rows = slice(start, start + BATCH_COPIES)
-                some = (copies[0][rows], copies[1][rows], copies[2][rows])
-                self._batch.copy(self.kind, some, stream)
-        finally:
-            self._held.hold(copies, stream)
+        for start in range(0, len(copies[0]), BATCH_COPIES):
+            rows = slice(start, start + BATCH_COPIES)
+            self._batch.copy(self.kind, (copies[0][rows], copies[1][rows], copies[2][rows]), stream)
 
 
 class _NumpyList:

@@ -225,6 +225,9 @@ def _slabs(part: LocatedPart, group: GroupMap) -> Iterator[LocatedPart]:
     stretches = len(group.fragments) * group.blocks_per_block
     most = max(1, min(_MAX_SLAB_BYTES // group.part_bytes, MAX_SLAB_STRETCHES // stretches))
     start, slots = 0, min(most, max(1, _FIRST_SLAB_BYTES // group.part_bytes))
+    if len(part.extents) <= slots:
+        yield part
+        return
     while start < len(part.extents):
         yield part.rows(slice(start, start + slots))
         start, slots = start + slots, min(most, 4 * slots)
