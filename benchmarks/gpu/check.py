@@ -247,7 +247,7 @@ def keep(outcomes: Sequence[Outcome], results: Path) -> None:
     if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
         Path(elsewhere).mkdir(parents=True, exist_ok=True)
         for path in results.iterdir():
-            if path.is_file():
+            if path.is_file() and path.suffix != ".xml":  # the log names each test, too
                 shutil.copy(path, elsewhere)
 
 

@@ -46,7 +46,7 @@ WORD = 8
 GOLDEN = 0x9E3779B97F4A7C15
 LOOK_SECONDS = 100e-6
 ROUND_SECONDS = 30.0
-KILL_EACH = 12  # rounds
+KILL_EACH = 5  # rounds
 UNKNOWN = -1  # what a failed load may have left in a block
 U64 = npt.NDArray[np.uint64]
 
@@ -79,7 +79,7 @@ class Sizes:
     most_moved: int  # blocks of a round in each direction
 
 
-FULL = Sizes(160, 2 * MIB, 400, 32 * MIB, 64)
+FULL = Sizes(96, 2 * MIB, 512, 32 * MIB, 32)
 TINY = Sizes(24, 64 * KIB, 80, MIB, 8)
 
 
@@ -259,7 +259,7 @@ class Stress:
         for block in blocks[:many]:
             self._next_key += 1
             stores[block] = self._next_key
-        known = [key for each in engines for key in each.known[-3 * self.sizes.most_moved :]]
+        known = [key for each in engines for key in each.known[-2 * self.sizes.most_moved :]]
         fresh = self.chance.sample(known, min(len(known), self.chance.randint(0, many)))
         targets = blocks[many : many + len(fresh)]
         return stores, dict(zip(targets, fresh, strict=False))
