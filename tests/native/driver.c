@@ -177,12 +177,151 @@ static void to_a_file_and_back(int level) {
   fclose(file);
 }
 
+/* -- a GPU's lists of copies, on a driver whose device is memory of malloc -- */
+
+enum { PIECES = 3, ENGINE_BLOCKS = 9, SLOTS = 7, EXTENTS = 3 };
+
+struct piece { int64_t region, base, stride, bytes, step, count, at; };
+
+static uint64_t calls, refuse_at;
+
+static int is_refused(void) { return calls++ == refuse_at; }
+
+static int batch(uint64_t *to, uint64_t *from, uint64_t *bytes, size_t count,
+                 struct cuda_attributes *attributes, size_t *first, size_t kinds, void *stream) {
+  check(stream == &calls && !*first && kinds == 1 && attributes->flags == 1, "a batch's form");
+  if (is_refused()) return 1;
+  for (size_t n = 0; n < count; n++) memcpy((void *)to[n], (void *)from[n], bytes[n]);
+  return 0;
+}
+
+static int batch_telling(uint64_t *to, uint64_t *from, uint64_t *bytes, size_t count,
+                         struct cuda_attributes *attributes, size_t *first, size_t kinds,
+                         size_t *failed, void *stream) {
+  *failed = 0;
+  return batch(to, from, bytes, count, attributes, first, kinds, stream);
+}
+
+static int strided(const struct cuda_2d *copy, void *stream) {
+  const uint8_t *from = copy->from_type == 1 ? copy->from_host : (void *)copy->from_device;
+  uint8_t *to = copy->to_type == 1 ? copy->to_host : (void *)copy->to_device;
+  check(stream == &calls && copy->from_type + copy->to_type == 3, "a strided copy's form");
+  check(copy->from_pitch >= copy->width && copy->to_pitch >= copy->width, "a pitch");
+  if (is_refused()) return 1;
+  for (size_t row = 0; row < copy->height; row++)
+    memcpy(to + row * copy->to_pitch, from + row * copy->from_pitch, copy->width);
+  return 0;
+}
+
+static int to_device(uint64_t to, const void *from, size_t bytes, void *stream) {
+  check(stream == &calls, "a stream");
+  if (is_refused()) return 1;
+  memcpy((void *)to, from, bytes);
+  return 0;
+}
+
+static int to_host(void *to, uint64_t from, size_t bytes, void *stream) {
+  return to_device((uint64_t)to, (const void *)from, bytes, stream);
+}
+
+static uint64_t rows_of(const struct piece *piece, int64_t block_bytes, struct gpu_row *together,
+                        struct gpu_row *alone) {
+  for (int64_t n = 0; n < piece->count; n++)
+    together[n] = (struct gpu_row){piece->region, piece->base + n * piece->step,
+                                   piece->at + n * piece->bytes, piece->stride, piece->bytes,
+                                   piece->stride, block_bytes, 1, piece->count};
+  *alone = (struct gpu_row){piece->region, piece->base, piece->at, piece->stride, piece->bytes,
+                            piece->step, piece->bytes, piece->count, piece->count};
+  return piece->count > 1;
+}
+
+static void gpu_lists(void) {
+  struct piece pieces[PIECES];
+  struct gpu_row together[PIECES * 6], alone[PIECES];
+  uint8_t *device[PIECES], *extents[EXTENTS], *kept[PIECES + EXTENTS];
+  uint64_t regions[PIECES], mappings[EXTENTS], ends[PIECES], offsets[SLOTS], nth_of[EXTENTS] = {0};
+  uint64_t piece_count = 1 + draw(PIECES), per = 1 + draw(3), slots = 1 + draw(SLOTS);
+  uint64_t together_count = 0, alone_count = 0, wrong_calls = draw(4) ? UINT64_MAX : draw(5);
+  int64_t block_bytes = 0;
+  uint32_t numbers[SLOTS], engine[SLOTS * 3];
+  for (uint64_t p = 0; p < piece_count; p++) {
+    struct piece *piece = pieces + p;
+    *piece = (struct piece){.region = (int64_t)p, .base = 8 * (int64_t)draw(5), .at = block_bytes};
+    piece->bytes = 8 * (int64_t)(1 + draw(6)), piece->count = 1 + (int64_t)draw(6);
+    int by_layer = draw(2);
+    piece->step = by_layer ? piece->bytes * ENGINE_BLOCKS : piece->bytes + 8 * (int64_t)draw(3);
+    piece->stride = by_layer ? piece->bytes : piece->step * piece->count + 8 * (int64_t)draw(3);
+    block_bytes += piece->bytes * piece->count;
+    ends[p] = (uint64_t)(piece->base + (ENGINE_BLOCKS - 1) * piece->stride +
+                         (piece->count - 1) * piece->step + piece->bytes);
+    device[p] = noise(ends[p], 0, &kept[p]);
+    regions[p] = (uint64_t)device[p];
+  }
+  for (uint64_t p = 0; p < piece_count; p++) {
+    alone_count += rows_of(pieces + p, block_bytes, together + together_count, alone + alone_count);
+    together_count += (uint64_t)pieces[p].count;
+  }
+  uint64_t part_bytes = per * (uint64_t)block_bytes, one_extent = draw(2);
+  for (uint64_t n = 0; n < slots; n++) {
+    numbers[n] = one_extent ? 0 : (uint32_t)draw(EXTENTS);
+    offsets[n] = part_bytes * nth_of[numbers[n]]++;
+  }
+  for (uint64_t e = 0; e < EXTENTS; e++) {
+    extents[e] = noise(part_bytes * nth_of[e] + 1, 0, &kept[PIECES + e]);
+    mappings[e] = (uint64_t)extents[e];
+  }
+  uint64_t is_store = draw(2), blocks = slots * per;
+  uint8_t taken[ENGINE_BLOCKS] = {0};
+  for (uint64_t n = 0; n < blocks; n++) { /* each once: a load's outcome is left open else */
+    uint64_t next = n && engine[n - 1] != NO_BLOCK ? engine[n - 1] + 1u : draw(ENGINE_BLOCKS);
+    if (!draw(3)) next = draw(ENGINE_BLOCKS);
+    engine[n] = next >= ENGINE_BLOCKS || taken[next] || !draw(8) ? NO_BLOCK : (uint32_t)next;
+    if (engine[n] != NO_BLOCK) taken[engine[n]] = 1;
+  }
+  uint64_t room = blocks * (together_count + alone_count);
+  struct gpu_run *runs = malloc(room * sizeof *runs);
+  struct gpu_plan plan = {together, alone, together_count, alone_count, regions, mappings,
+                          (uint64_t)block_bytes, per, numbers, offsets, engine, slots, runs};
+  struct gpu_submission *work = calloc(1, sizeof *work);
+  uint64_t telling = draw(2), most = 8 * (1 + draw(60));
+  work->runs = runs, work->count = kvd_gpu_plan(&plan), work->is_store = is_store;
+  check(work->count <= room, "more runs than there is room for");
+  work->stream = &calls, work->tells = telling;
+  work->batch = !draw(4) ? 0 : telling ? (void *)batch_telling : (void *)batch;
+  work->strided = strided, work->to_device = to_device, work->to_host = to_host;
+  work->batch_copies = 1 + draw(draw(2) ? 4 : MOST_BATCH), work->narrow_bytes = 8 * draw(8);
+  work->least_steps = 2 + draw(4), work->most_pitch = draw(4) ? 1u << 31 : 8 * draw(50);
+  calls = 0, refuse_at = wrong_calls;
+  int error = 0;
+  while (!error && work->run < work->count) {
+    uint64_t before = work->copied;
+    error = kvd_gpu_submit(work, most);
+    check(error || (work->copied > before && work->copied - before <= most), "a piece's bytes");
+  }
+  check(!error || (error == 1 && work->failed), "an error without a name");
+  for (uint64_t n = 0; n < blocks && !error; n++)
+    for (uint64_t p = 0; p < piece_count && engine[n] != NO_BLOCK; p++)
+      for (int64_t k = 0; k < pieces[p].count; k++) {
+        const uint8_t *there = device[p] + pieces[p].base + engine[n] * pieces[p].stride;
+        const uint8_t *here = extents[numbers[n / per]] + offsets[n / per] +
+                              n % per * (uint64_t)block_bytes + (uint64_t)pieces[p].at;
+        check(!memcmp(there + k * pieces[p].step, here + k * pieces[p].bytes,
+                      (size_t)pieces[p].bytes), "a block's bytes");
+      }
+  for (uint64_t p = 0; p < piece_count; p++) free(kept[p]);
+  for (uint64_t e = 0; e < EXTENTS; e++) free(kept[PIECES + e]);
+  free(runs), free(work);
+}
+
 int main(int count, char **given) {
   int rounds = count > 1 ? atoi(given[1]) : 100;
   for (int n = 0; n < LINE_WORDS; n++) word_keys[n] = draw(1u << 31) << 20 | 1;
   for (int n = 0; n < LINES; n++) line_keys[n] = draw(1u << 31) << 20 | 1;
   for (int level = 0; level <= kvd_level(); level++)
-    for (int n = 0; n < rounds; n++) one(level), tag_table(), key_index(), ghosts(), to_a_file_and_back(level);
+    for (int n = 0; n < rounds; n++) {
+      one(level), tag_table(), key_index(), ghosts(), gpu_lists();
+      to_a_file_and_back(level);
+    }
   printf("%d levels are clean\n", kvd_level() + 1);
   return 0;
 }

@@ -3,8 +3,8 @@
 Evenly spaced narrow stretches go as one strided copy, everything else in short batches. What each
 way reaches is measured in docs/gpu-facts.md ("copies"): a strided copy has 0.95 of a large one's
 speed whatever its width; a batch has 0.98 from 64 KiB a stretch on, and less below, since each
-stretch costs the driver half a microsecond. Longer batches were slower than short ones. A kernel
-of our own was slower than both beside a busy engine, and slowed that engine's products by 60 %.
+stretch costs the driver half a microsecond. A kernel of our own was slower than both beside a busy
+engine, and slowed that engine's products by 60 %.
 
 The native library makes the lists and gives them to the driver. Where there is none numpy does.
 """
@@ -32,7 +32,7 @@ from kvd_proto.libcuda import libcuda
 BATCH = "batch"
 PLAIN = "plain"  # where the driver has no batches
 
-BATCH_COPIES = 128  # in one call: with 512 and more the same stretches took longer, with 16 too
+BATCH_COPIES = 128  # in one call: with 16 the same stretches took longer, with 4096 too
 NARROW_BYTES = 64 << 10  # wider stretches are as fast in a batch
 LEAST_STEPS = 8  # of a strided copy: a call takes the time of six stretches in a batch
 
