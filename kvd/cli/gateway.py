@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvd.cli.calls import place_of
-from kvd.cli.exits import Failure
+from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.cli.options import LISTENING_PLACE, socket_options
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
@@ -86,7 +86,9 @@ def run(given: SimpleNamespace) -> int:
     upstream = Upstream(socket)
     try:
         server, port = begin(given.address, Renewal(files), Gateway(upstream, operators))
-    except (CertificateError, OSError) as error:
+    except CertificateError as error:
+        raise Failure(str(error), EXIT_MISUSED) from None
+    except OSError as error:
         raise Failure(str(error)) from None
     notify("READY=1", f"STATUS=listening on port {port}")
     log.info("listens on %s (port %d) for the daemon on %s", given.address, port, socket)

@@ -416,7 +416,7 @@ def test_files_that_cant_be_used_are_named(
         check=False,
         env=os.environ | {"KVD_SOCKET": str(tmp_path / "none.sock")},
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("kvd: --")
     assert str(own.key) in line
