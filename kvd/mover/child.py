@@ -190,7 +190,9 @@ class MoverLoop:
         while (transfer := self._queue.take(kind)) is not None:
             copy = Copy()
             started = time.monotonic_ns()
-            outcome = self._copy(transfer.order, copy)
+            outcome = self._copy(transfer, copy)
+            if not self._queue.begin(transfer):
+                continue  # revoked while it waited for its turn, which was told then
             copy.duration_ns = self._own_time(kind, started)
             self._queue.end(transfer)
             self._report(transfer.order, outcome, copy)
@@ -204,13 +206,15 @@ class MoverLoop:
             counted, self._ends[kind] = self._ends[kind], now
         return now - max(started_ns, counted)
 
-    def _copy(self, order: TransferOrder, copy: Copy) -> TransferOutcome:
+    def _copy(self, transfer: TransferProgress, copy: Copy) -> TransferOutcome:
+        order = transfer.order
         try:
+            wanted = self._begun(transfer)
             for part in order.parts:
                 if self._config.checksums:
                     self._copy_checked(order, part, copy)
                 else:
-                    copy.bytes += self._engine.copy(order.kind, part, self._wanted(order))
+                    copy.bytes += self._engine.copy(order.kind, part, wanted)
         except CopyStopped:
             return TransferOutcome.FAILED
         except DeviceLost as error:
@@ -271,6 +275,19 @@ class MoverLoop:
 
     def _keep_going(self) -> bool:
         return not self._stopping
+
+    def _begun(self, transfer: TransferProgress) -> KeepGoing:
+        """As `_wanted`, with the transfer running from here on; CopyStopped where it was revoked.
+
+        Where copies take turns it runs from the engine's first look on: one that waits for its
+        turn can still be revoked, and is, before its deadline ends a mover that others use.
+        """
+        wanted = self._wanted(transfer.order)
+        if self._engine.copies_at_once > 1 and not self._config.checksums:
+            return lambda: wanted() and self._queue.begin(transfer)
+        if not self._queue.begin(transfer):
+            raise CopyStopped
+        return wanted
 
     def _wanted(self, order: TransferOrder) -> KeepGoing:
         """Whether the rest of a copy is worth making: nobody waits for a store given up."""

@@ -69,8 +69,9 @@ class CopyEngine(Protocol):
 
         Null engine blocks: a load leaves them alone, a store writes zeros to their places.
         The part has passed `flaw_of_part`, its extents are open. Looks at keep_going between
-        ranges and raises CopyStopped. Whatever it raises, no copy of this call is under way
-        afterwards, except with DeviceLost.
+        ranges and raises CopyStopped; with several copies at once also before the first, once it
+        has its turn: until then it touches nothing, extents neither. Whatever it raises, no copy
+        of this call is under way afterwards, except with DeviceLost.
         """
 
     def close(self) -> None:

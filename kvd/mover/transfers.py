@@ -29,6 +29,7 @@ class TransferState(enum.Enum):
 
     WAITING = "waiting"  # for the worker's half
     QUEUED = "queued"
+    TAKEN = "taken"  # by a copying thread, which has touched no byte yet
     RUNNING = "running"
     ENDED = "ended"
 
@@ -37,8 +38,10 @@ PROGRESS_STEPS: frozenset[tuple[TransferState, TransferState]] = frozenset(
     {
         (TransferState.WAITING, TransferState.QUEUED),
         (TransferState.WAITING, TransferState.ENDED),
-        (TransferState.QUEUED, TransferState.RUNNING),
+        (TransferState.QUEUED, TransferState.TAKEN),
         (TransferState.QUEUED, TransferState.ENDED),
+        (TransferState.TAKEN, TransferState.RUNNING),
+        (TransferState.TAKEN, TransferState.ENDED),
         (TransferState.RUNNING, TransferState.ENDED),
     }
 )
@@ -148,7 +151,7 @@ class TransferQueue:
             return transfer
 
     def take(self, kind: JobKind) -> TransferProgress | None:
-        """Wait for the next transfer of a direction, now running. None: the queue is closed."""
+        """Wait for the next transfer of a direction, to `begin`. None: the queue is closed."""
         while True:
             transfer = self._queues[kind].get()
             if transfer is None or self._closed:
@@ -156,8 +159,18 @@ class TransferQueue:
                 return None
             with self._lock:
                 if transfer.state is TransferState.QUEUED:  # else it was revoked meanwhile
-                    transfer.move(TransferState.RUNNING)
+                    transfer.move(TransferState.TAKEN)
                     return transfer
+
+    def begin(self, transfer: TransferProgress) -> bool:
+        """Whether one that was taken may be copied: it is running from now on, or has been.
+
+        False: it was revoked meanwhile, and who did that lets go of what it used.
+        """
+        with self._lock:
+            if transfer.state is TransferState.TAKEN:
+                transfer.move(TransferState.RUNNING)
+            return transfer.state is TransferState.RUNNING
 
     def end(self, transfer: TransferProgress) -> None:
         """A running transfer has ended. A load's ready is used up, a store may have more pieces."""

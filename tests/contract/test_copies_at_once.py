@@ -16,7 +16,7 @@ from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import JobId, MoverId, TransferId
 from kvd.mover import frames
 from kvd.mover.child import MoverLoop
-from kvd.mover.copy_engine import KeepGoing
+from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 from kvd.processes.child import ChannelToControl
@@ -61,6 +61,33 @@ class MetEngine(FakeCopyEngine):
         raise SystemExit  # ends the warming thread: elsewhere it lives as long as its process
 
 
+class TurnsEngine(FakeCopyEngine):
+    """Copies of a direction take turns: the first keeps its until it is told to go on."""
+
+    copies_at_once = 2
+
+    def __init__(self, config: MoverConfig) -> None:
+        super().__init__(config)
+        self.go_on = threading.Event()
+        self.waiting = threading.Semaphore(0)  # released by each copy that wants the turn
+        self.touched: list[int] = []  # the first block of each copy that went on
+        self.is_busy = threading.Event()  # one did
+        self._turn = threading.Lock()
+
+    def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
+        self.waiting.release()
+        with self._turn:
+            if not keep_going():
+                raise CopyStopped
+            self.touched.append(int(part.engine_blocks[0, 0]))
+            self.is_busy.set()
+            assert self.go_on.wait(PATIENCE_S)
+            return super().copy(kind, part, keep_going)
+
+    def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
+        raise SystemExit  # as above
+
+
 class Control:
     """The other end of a mover that runs in this process."""
 
@@ -71,21 +98,21 @@ class Control:
     def send(self, kind: FrameKind, body: bytes = b"") -> None:
         self._end.sendall(frame(kind, body))
 
-    def order(self, number: int, kind: JobKind) -> None:
+    def order(self, number: int, kind: JobKind, extent: int = 0) -> None:
         """Have block `number` copied, its worker's half included."""
-        moved = part(0, [(0, number * BLOCK_BYTES)], [[number]])
+        moved = part(0, [(extent, number * BLOCK_BYTES)], [[number]])
         order = TransferOrder(TransferId(number), (JobId(number),), kind, (moved,))
         self.send(FrameKind.TRANSFER, frames.pack_transfer(order))
         self.send(FrameKind.READY, frames.pack_jobs([JobId(number)]))
 
-    def ends(self, count: int) -> list[Finished]:
-        """The next ends of transfers, all of which went well."""
+    def ends(self, count: int, outcome: TransferOutcome = TransferOutcome.DONE) -> list[Finished]:
+        """The next ends of transfers, all of which ended so."""
         found: list[Finished] = []
         while len(found) < count:
             for kind, body in self._reader.feed(self._end.recv(1 << 16)):
                 if kind is FrameKind.FINISHED:
                     found.append(frames.unpack_finished(body))
-        assert {end.outcome for end in found} == {TransferOutcome.DONE}
+        assert {end.outcome for end in found} == {outcome}
         return found
 
 
@@ -101,7 +128,7 @@ def config_of(directory: Path) -> MoverConfig:
 
 
 @contextmanager
-def mover(engine: MetEngine, config: MoverConfig) -> Iterator[Control]:
+def mover(engine: FakeCopyEngine, config: MoverConfig) -> Iterator[Control]:
     """A mover's loop with that engine, with one row mapped."""
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
@@ -153,3 +180,29 @@ def test_times_of_one_direction_never_overlap(tmp_path: Path, kind: JobKind, at_
     counted = sum(end.duration_ns for end in ends)
     assert counted <= wall
     assert counted >= 4 // at_once * COPY_S * 1e9, "what they took is counted, though once"
+
+
+@pytest.mark.parametrize("kind", list(JobKind), ids=lambda kind: kind.name.lower())
+def test_a_copy_that_waits_for_its_turn_can_be_revoked(tmp_path: Path, kind: JobKind) -> None:
+    """It has touched nothing: to end the mover for it would fail those that are under way."""
+    config = config_of(tmp_path)
+    engine = TurnsEngine(config)
+    with mover(engine, config) as control:
+        control.send(FrameKind.MAP_ROW, frames.pack_row(1, 1))  # which is not warmed any more
+        for number in range(3):
+            control.order(number, kind, extent=1)
+        for _ in range(2):
+            assert engine.waiting.acquire(timeout=PATIENCE_S)
+        assert engine.is_busy.wait(PATIENCE_S)
+        first = engine.touched[0]
+        others = {0, 1, 2} - {first}
+        for number in others:
+            control.send(FrameKind.REVOKE, frames.pack_number(number))
+        ended = control.ends(2, TransferOutcome.REVOKED)
+        assert {end.transfer for end in ended} == others
+        control.send(FrameKind.REVOKE, frames.pack_number(first))  # too late
+        control.send(FrameKind.UNMAP_ROW, frames.pack_number(1))
+        engine.go_on.set()
+        assert [end.transfer for end in control.ends(1)] == [first]
+    assert engine.touched == [first]
+    assert engine.opened == {0}, "a revoked copy still kept its row, or let go of it twice"

@@ -25,6 +25,7 @@ MOVED = 5  # blocks of each copy, each a piece of its own
 INVALID_VALUE = 1  # of one call, and the device goes on
 LATENCY_US = 2000
 PATIENCE_S = 20.0
+WAITED_S = 0.02  # in which a copy comes to wait for its turn
 
 BOTH = pytest.mark.parametrize("kind", list(JobKind), ids=["store", "load"])
 WAYS = pytest.mark.parametrize(
@@ -185,6 +186,29 @@ def test_one_that_is_stopped_half_way_leaves_the_other_right(
         copy_at_once(bench, kind, *sent)
     assert isinstance(sent[stopped].failure, CopyStopped)
     whole_after_one_failed(bench, kind, sent, stopped)
+
+
+@WAYS
+@BOTH
+def test_one_that_is_revoked_before_its_turn_touches_no_extent(
+    bench: Bench, kind: JobKind, pinned: tuple[int, ...]
+) -> None:
+    """Who revoked it has let go of its extents: they may be closed by then."""
+    pin(bench, pinned)
+    others = threading.Event()
+    sent = [Sent(moved(0)), Sent(moved(1, first=16))]
+    sent[0].keep_going = lambda: others.wait(PATIENCE_S)
+    sent[1].keep_going = lambda: False
+    bench.engine.close_extent(1)
+    opening = threading.Timer(WAITED_S, others.set)
+    opening.start()
+    copy_at_once(bench, kind, *sent)
+    opening.join()
+    assert sent[0].failure is None
+    assert isinstance(sent[1].failure, CopyStopped)
+    bench.engine.open_extent(1)
+    bench.expect(kind, sent[0].part)
+    bench.check()
 
 
 @WAYS

@@ -264,7 +264,7 @@ def test_a_copy_stops_between_pieces_and_leaves_whole_ones(
     region_bytes, groups = blocks_across_layers()
     workshop.gpu = replace(workshop.gpu, staging_bytes=4096)
     places = [(0, 4096 * n) for n in (1, 5, 9)]
-    asked = iter([True, True, False])
+    asked = iter([True, True, True, False])  # with its turn, and before each piece
     with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:
         if warm:
             bench.warm()
@@ -286,7 +286,7 @@ def test_a_copy_of_many_small_fragments_is_planned_in_parts_and_stops_between_th
     region_bytes, groups = layers_apart()
     monkeypatch.setattr(engine, "MAX_SLAB_STRETCHES", 2 * len(groups[0].fragments))
     places = [(0, groups[0].part_bytes * n) for n in (1, 5, 9)]
-    asked = iter([True, False])
+    asked = iter([True, True, False])  # with its turn, and before each part
     with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:
         if warm:
             bench.warm()

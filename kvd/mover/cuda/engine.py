@@ -119,12 +119,14 @@ class CudaCopyEngine:
         flight = Flight(lane)
         copied = 0
         self._device.bind()
-        with lane.turn, flight:  # what fails is settled before the next one has the turn
-            for slab in _slabs(part, self._config.groups[part.group]):
-                if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
-                    copied += self._copy_straight(kind, slab, flight, keep_going)
-                else:
-                    copied += self._copy_staged(kind, slab, flight, keep_going)
+        with lane.turn:
+            _look(keep_going)  # before anything is touched: it may have been revoked meanwhile
+            with flight:  # what fails is settled before the next one has the turn
+                for slab in _slabs(part, self._config.groups[part.group]):
+                    if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
+                        copied += self._copy_straight(kind, slab, flight, keep_going)
+                    else:
+                        copied += self._copy_staged(kind, slab, flight, keep_going)
         with flight:
             flight.wait()
         return copied
