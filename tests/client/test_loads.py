@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvd_client import NULL_BLOCK, SchedulerOptions
@@ -158,6 +160,18 @@ def test_what_was_found_is_not_evicted_before_it_is_loaded(
         reader.close()
         writer.close()
         daemon.end()
+
+
+@pytest.mark.parametrize("make", [tuple, np.array])
+def test_a_table_may_be_a_tuple_or_an_array(make: Callable[[list[int]], Sequence[int]]) -> None:
+    rig = Rig(WIDE)
+    rig.holds("p", 8 * TOKENS)
+    rig.arrive("r", 9 * TOKENS)
+    assert rig.ask("r", 2 * TOKENS) == 6 * TOKENS
+    rig.allocate("r", [make(blocks(10, 9))], 6 * TOKENS)
+    rig.step()
+    [run] = rig.daemon.last_step.loads[0].runs
+    assert list(run.engine_blocks) == [NULL_BLOCK, NULL_BLOCK, *blocks(12, 6)]
 
 
 def test_a_load_waits_for_a_free_job_instead_of_being_refused(

@@ -65,7 +65,7 @@ def _row(table: Sequence[int], places: range, wanted: range, null_block: int) ->
     first = min(max(places.start, wanted.start), places.stop)
     end = max(first, min(places.stop, wanted.stop, len(table)))
     row = [NULL_ENGINE_BLOCK] * (first - places.start)
-    row += table[first:end]
+    row.extend(table[first:end])  # += would add an array's elements to ours
     row += [NULL_ENGINE_BLOCK] * (places.stop - end)
     if null_block in row:
         return [NULL_ENGINE_BLOCK if block == null_block else block for block in row]
