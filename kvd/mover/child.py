@@ -74,6 +74,25 @@ class Copy:
         )
 
 
+class FirstInLine:
+    """The place of who takes the next transfer of a direction, and of nobody else until it leaves.
+
+    It stays there until its last part is the engine's: parts of two transfers that took turns
+    would make the first end as late as the second.
+    """
+
+    def __init__(self, line: threading.Lock) -> None:
+        """Waits until the place is free."""
+        self._line: threading.Lock | None = line
+        line.acquire()
+
+    def leave(self) -> None:
+        """Make way, unless that is done."""
+        if self._line is not None:
+            self._line.release()
+            self._line = None
+
+
 class MoverLoop:
     """The mover's rooms wired together. `run` returns when control says stop."""
 
@@ -98,6 +117,7 @@ class MoverLoop:
         self._until_stop = (native.address_of(self._stop_word), 1)
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
+        self._lines = {kind: threading.Lock() for kind in JobKind}
         self._ends = dict.fromkeys(JobKind, 0)  # when the last copy of a direction ended
         self._ends_lock = threading.Lock()
         self._facts_told: MoverFacts | None = None
@@ -187,10 +207,16 @@ class MoverLoop:
     def _copy_all(self, kind: JobKind) -> None:
         if kind is JobKind.STORE:
             os.nice(STORE_NICENESS)  # on Linux of this thread alone
-        while (transfer := self._queue.take(kind)) is not None:
+        while True:
+            place = FirstInLine(self._lines[kind])
+            transfer = self._queue.take(kind)
+            if transfer is None:
+                place.leave()
+                return
             copy = Copy()
             started = time.monotonic_ns()
-            outcome = self._copy(transfer, copy)
+            outcome = self._copy(transfer, copy, place)
+            place.leave()
             if not self._queue.begin(transfer):
                 continue  # revoked while it waited for its turn, which was told then
             copy.duration_ns = self._own_time(kind, started)
@@ -206,11 +232,14 @@ class MoverLoop:
             counted, self._ends[kind] = self._ends[kind], now
         return now - max(started_ns, counted)
 
-    def _copy(self, transfer: TransferProgress, copy: Copy) -> TransferOutcome:
+    def _copy(self, transfer: TransferProgress, copy: Copy, place: FirstInLine) -> TransferOutcome:
         order = transfer.order
         try:
-            wanted = self._begun(transfer)
-            for part in order.parts:
+            if self._config.checksums:
+                place.leave()  # to sum up takes longer than to copy: others' copies fit between
+            for number, part in enumerate(order.parts, start=1):
+                is_last = number == len(order.parts)
+                wanted = self._begun(transfer, place if is_last else None)
                 if self._config.checksums:
                     self._copy_checked(order, part, copy)
                 else:
@@ -276,15 +305,22 @@ class MoverLoop:
     def _keep_going(self) -> bool:
         return not self._stopping
 
-    def _begun(self, transfer: TransferProgress) -> KeepGoing:
+    def _begun(self, transfer: TransferProgress, place: FirstInLine | None) -> KeepGoing:
         """As `_wanted`, with the transfer running from here on; CopyStopped where it was revoked.
 
         Where copies take turns it runs from the engine's first look on: one that waits for its
-        turn can still be revoked, and is, before its deadline ends a mover that others use.
+        turn can still be revoked, and is, before its deadline ends a mover that others use. The
+        place is left there, too: the next one comes to wait for the turn.
         """
         wanted = self._wanted(transfer.order)
         if self._engine.copies_at_once > 1 and not self._config.checksums:
-            return lambda: wanted() and self._queue.begin(transfer)
+
+            def looks() -> bool:
+                if place is not None:
+                    place.leave()
+                return wanted() and self._queue.begin(transfer)
+
+            return looks
         if not self._queue.begin(transfer):
             raise CopyStopped
         return wanted

@@ -31,6 +31,7 @@ from tests.fakes.copy_engine import FakeCopyEngine
 BLOCKS = 16
 BLOCK_BYTES = 64
 PATIENCE_S = 20.0
+LANDING_S = 0.01  # of what a copy has submitted, after its turn
 COPY_S = 0.05  # of each, once all that shall run at once do
 
 pytestmark = pytest.mark.filterwarnings("ignore:Exception in thread warm")  # see `warm_extent`
@@ -48,6 +49,7 @@ class MetEngine(FakeCopyEngine):
         self._met = {kind: threading.Barrier(at_once) for kind in JobKind}
 
     def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
+        assert keep_going()
         with self._lock:
             self._running[kind] += 1
             self.most[kind] = max(self.most[kind], self._running[kind])
@@ -82,7 +84,9 @@ class TurnsEngine(FakeCopyEngine):
             self.touched.append(int(part.engine_blocks[0, 0]))
             self.is_busy.set()
             assert self.go_on.wait(PATIENCE_S)
-            return super().copy(kind, part, keep_going)
+            copied = super().copy(kind, part, keep_going)
+        time.sleep(LANDING_S)
+        return copied
 
     def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
         raise SystemExit  # as above
@@ -98,10 +102,10 @@ class Control:
     def send(self, kind: FrameKind, body: bytes = b"") -> None:
         self._end.sendall(frame(kind, body))
 
-    def order(self, number: int, kind: JobKind, extent: int = 0) -> None:
-        """Have block `number` copied, its worker's half included."""
+    def order(self, number: int, kind: JobKind, extent: int = 0, parts: int = 1) -> None:
+        """Have block `number` copied, its worker's half included; several times, a part each."""
         moved = part(0, [(extent, number * BLOCK_BYTES)], [[number]])
-        order = TransferOrder(TransferId(number), (JobId(number),), kind, (moved,))
+        order = TransferOrder(TransferId(number), (JobId(number),), kind, (moved,) * parts)
         self.send(FrameKind.TRANSFER, frames.pack_transfer(order))
         self.send(FrameKind.READY, frames.pack_jobs([JobId(number)]))
 
@@ -206,3 +210,18 @@ def test_a_copy_that_waits_for_its_turn_can_be_revoked(tmp_path: Path, kind: Job
         assert [end.transfer for end in control.ends(1)] == [first]
     assert engine.touched == [first]
     assert engine.opened == {0}, "a revoked copy still kept its row, or let go of it twice"
+
+
+@pytest.mark.parametrize("kind", list(JobKind), ids=lambda kind: kind.name.lower())
+def test_no_copy_comes_between_the_parts_of_one_that_was_ordered_before(
+    tmp_path: Path, kind: JobKind
+) -> None:
+    """The first would end as late as the second, and the second no sooner."""
+    config = config_of(tmp_path)
+    engine = TurnsEngine(config)
+    with mover(engine, config) as control:
+        for number in range(5):
+            control.order(number, kind, parts=3)
+        engine.go_on.set()
+        control.ends(5)
+    assert engine.touched == [number for number in range(5) for _ in range(3)]
