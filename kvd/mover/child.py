@@ -117,6 +117,8 @@ class MoverLoop:
         self._until_stop = (native.address_of(self._stop_word), 1)
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
+        # To sum up takes longer than to copy: where that is done others' copies fit between.
+        self._take_turns = engine.copies_at_once > 1 and not config.checksums
         self._lines = {kind: threading.Lock() for kind in JobKind}
         self._ends = dict.fromkeys(JobKind, 0)  # when the last copy of a direction ended
         self._ends_lock = threading.Lock()
@@ -235,15 +237,16 @@ class MoverLoop:
     def _copy(self, transfer: TransferProgress, copy: Copy, place: FirstInLine) -> TransferOutcome:
         order = transfer.order
         try:
-            if self._config.checksums:
-                place.leave()  # to sum up takes longer than to copy: others' copies fit between
-            for number, part in enumerate(order.parts, start=1):
-                is_last = number == len(order.parts)
-                wanted = self._begun(transfer, place if is_last else None)
+            if not self._take_turns:
+                place.leave()
+                if not self._queue.begin(transfer):
+                    raise CopyStopped
+            for part in order.parts:
                 if self._config.checksums:
                     self._copy_checked(order, part, copy)
                 else:
-                    copy.bytes += self._engine.copy(order.kind, part, wanted)
+                    looks = self._looks(transfer, place if part is order.parts[-1] else None)
+                    copy.bytes += self._engine.copy(order.kind, part, looks)
         except CopyStopped:
             return TransferOutcome.FAILED
         except DeviceLost as error:
@@ -305,25 +308,22 @@ class MoverLoop:
     def _keep_going(self) -> bool:
         return not self._stopping
 
-    def _begun(self, transfer: TransferProgress, place: FirstInLine | None) -> KeepGoing:
-        """As `_wanted`, with the transfer running from here on; CopyStopped where it was revoked.
+    def _looks(self, transfer: TransferProgress, place: FirstInLine | None) -> KeepGoing:
+        """As `_wanted`. Where copies take turns the transfer runs from the first look on.
 
-        Where copies take turns it runs from the engine's first look on: one that waits for its
-        turn can still be revoked, and is, before its deadline ends a mover that others use. The
-        place is left there, too: the next one comes to wait for the turn.
+        One that waits for its turn can still be revoked, and is, before its deadline ends a mover
+        that others use. The place is left then, too: the next one comes to wait for the turn.
         """
         wanted = self._wanted(transfer.order)
-        if self._engine.copies_at_once > 1 and not self._config.checksums:
+        if not self._take_turns:
+            return wanted
 
-            def looks() -> bool:
-                if place is not None:
-                    place.leave()
-                return wanted() and self._queue.begin(transfer)
+        def looks() -> bool:
+            if place is not None:
+                place.leave()
+            return wanted() and self._queue.begin(transfer)
 
-            return looks
-        if not self._queue.begin(transfer):
-            raise CopyStopped
-        return wanted
+        return looks
 
     def _wanted(self, order: TransferOrder) -> KeepGoing:
         """Whether the rest of a copy is worth making: nobody waits for a store given up."""
