@@ -18,14 +18,12 @@ from kvd.core.keys import U64
 from kvd.mover.cuda.batch import BatchCall
 from kvd.mover.cuda.runs import ROW_FIELDS, tables_of
 from kvd.mover.layout import GroupMap, LocatedPart
-from kvd.mover.ranges import I64
 from kvd.native import Library, address_of, start_of
 from kvd_proto.libcuda import Libcuda
 
 RUN_FIELDS = ("host", "device", "host_pitch", "device_pitch", "width", "height")
 MOST_BATCH = 512  # as in copies.c
 _FEWEST_RUNS = 4096
-_KNOWN_TABLES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +111,12 @@ class NativeLists:
         self._work_at = ctypes.addressof(self._work)
         self._room = 0
         self._make_room(_FEWEST_RUNS)
-        self._tables: dict[int, tuple[GroupMap, I64, I64]] = {}
         self._kept: tuple[Any, ...] = ()  # what the plan points to
 
     def make(self, slots: LocatedPart, group: GroupMap, regions: U64, mappings: U64) -> NativeLists:
         """The slots' copies; the list made before ends. `mappings`: an address for each extent."""
         plan, work = self._plan, self._work
-        together, alone = self._tables_of(group)
+        together, alone = tables_of(group)
         extents, offsets = _whole(slots.extents, np.uint32), _whole(slots.offsets, np.uint64)
         engine = _whole(slots.engine_blocks, np.uint32)
         self._make_room(engine.size * (len(together) + len(alone)))
@@ -151,14 +148,6 @@ class NativeLists:
         if code:
             raise self._driver.error(work.failed.decode(), code)
         return int(work.copied - before)
-
-    def _tables_of(self, group: GroupMap) -> tuple[I64, I64]:
-        known = self._tables.get(id(group))
-        if known is None:
-            if len(self._tables) >= _KNOWN_TABLES:
-                self._tables.clear()
-            known = self._tables[id(group)] = (group, *tables_of(group))
-        return known[1], known[2]
 
     def _make_room(self, runs: int) -> None:
         if runs > self._room:

@@ -159,6 +159,7 @@ class _Shape(NamedTuple):
 
     together: _Rows
     alone: _Rows
+    tables: tuple[I64, I64]  # the same two, a row of the table for each; see ROW_FIELDS
 
 
 _Row = tuple[int, ...]  # one of _Rows
@@ -182,7 +183,8 @@ def _shape_of(group: GroupMap) -> _Shape:
         else:
             together += _rows_across(piece, block_bytes)
             alone += _rows_within(piece, least_blocks=max(piece.counts, default=1))
-    shape = _Shape(_columns(together), _columns(alone))
+    tables = (_table(together), _table(alone))
+    shape = _Shape(_columns(tables[0]), _columns(tables[1]), tables)
     _shapes[id(group)] = (group, shape)
     return shape
 
@@ -190,12 +192,7 @@ def _shape_of(group: GroupMap) -> _Shape:
 def tables_of(group: GroupMap) -> tuple[I64, I64]:
     """The rows of the group's runs, int64 arrays [n, 9], see ROW_FIELDS: those that serve a whole
     span, and those for spans that are too short for some of these."""
-    shape = _shape_of(group)
-    return _table(shape.together), _table(shape.alone)
-
-
-def _table(rows: _Rows) -> I64:
-    return np.ascontiguousarray(np.stack(rows, axis=1))
+    return _shape_of(group).tables
 
 
 def _goes_on(piece: FoldedFragment, block_bytes: int) -> bool:
@@ -252,8 +249,11 @@ def _host_step(piece: FoldedFragment, dim: int) -> int:
     return piece.bytes * math.prod(piece.counts[dim + 1 :])
 
 
-def _columns(rows: list[_Row]) -> _Rows:
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(_Rows._fields))
+def _table(rows: list[_Row]) -> I64:
+    return np.array(rows, dtype=np.int64).reshape(len(rows), len(ROW_FIELDS))
+
+
+def _columns(table: I64) -> _Rows:
     return _Rows(*np.ascontiguousarray(table.T))
 
 
