@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.gpu.cuda import DEVICE, HOST, Copy2D
 from kvd import native
 from kvd.core.keys import U64
 from kvd.mover.cuda.batch import BatchCall
@@ -37,30 +38,7 @@ STREAM = 0x5000
 REFUSED = 1
 REGIONS = np.array(REGION_BASES, dtype=np.uint64)
 MAPPINGS = np.array([host_base(extent) for extent in range(8)], dtype=np.uint64)
-HOST, DEVICE = 1, 2
 LIMITS = Limits(batch_copies=3, narrow_bytes=3 * WORD, least_steps=3, most_pitch=60 * WORD)
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        *(
-            field
-            for side in ("from", "to")
-            for field in (
-                (f"{side}_x", c_size_t),
-                (f"{side}_y", c_size_t),
-                (f"{side}_type", c_int),
-                (f"{side}_host", c_void_p),
-                (f"{side}_device", c_uint64),
-                (f"{side}_array", c_void_p),
-                (f"{side}_pitch", c_size_t),
-            )
-        ),
-        ("width", c_size_t),
-        ("height", c_size_t),
-    )
 
 
 class Recorder:
@@ -79,7 +57,7 @@ class Recorder:
         told = (POINTER(c_size_t),) if tells else ()
         functions: dict[str, Any] = {
             "batch": CFUNCTYPE(c_int, *shared, *told, c_void_p)(self._batch),
-            "cuMemcpy2DAsync_v2": CFUNCTYPE(c_int, POINTER(_Copy2D), c_void_p)(self._strided),
+            "cuMemcpy2DAsync_v2": CFUNCTYPE(c_int, POINTER(Copy2D), c_void_p)(self._strided),
             "cuMemcpyHtoDAsync_v2": CFUNCTYPE(c_int, c_uint64, c_void_p, c_size_t, c_void_p)(
                 lambda to, source, size, stream: self._one(source, to, size, stream)
             ),
@@ -124,13 +102,13 @@ class Recorder:
         if self._is_refused(stream):
             return REFUSED
         copy = pointer[0]
-        assert (copy.from_type, copy.to_type) == (
+        assert (copy.source_type, copy.target_type) == (
             (DEVICE, HOST) if self.is_store else (HOST, DEVICE)
         )
-        host = copy.to_host if self.is_store else copy.from_host
-        device = copy.from_device if self.is_store else copy.to_device
-        host_pitch = copy.to_pitch if self.is_store else copy.from_pitch
-        device_pitch = copy.from_pitch if self.is_store else copy.to_pitch
+        host = copy.target_host if self.is_store else copy.source_host
+        device = copy.source_device if self.is_store else copy.target_device
+        host_pitch = copy.target_pitch if self.is_store else copy.source_pitch
+        device_pitch = copy.source_pitch if self.is_store else copy.target_pitch
         assert min(host_pitch, device_pitch) >= copy.width
         self.strided.append((copy.width, copy.height, max(host_pitch, device_pitch)))
         for row in range(copy.height):
