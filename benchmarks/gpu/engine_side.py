@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from benchmarks.gpu.peers import DeviceMemory
@@ -20,20 +21,24 @@ STEP_SECONDS = 0.004  # from the scheduler's step until the worker has its plan,
 class GpuKv:
     """Memory of somebody else's: fragment after fragment, each of all blocks.
 
-    It is only offered: nobody here looks at its bytes.
+    It is only offered: nobody here looks at its bytes. `order`: where each fragment lies among
+    the others, one after the other if it is not told.
     """
 
-    def __init__(self, memory: DeviceMemory, block_bytes: int, fragments: int) -> None:
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        block_bytes: int,
+        fragments: int,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self._memory, self._blocks = memory, memory.bytes // block_bytes
-        self._fragments, self._size = fragments, block_bytes // fragments
+        self._order, self._size = order or range(fragments), block_bytes // fragments
 
     def register(self, worker: Worker) -> None:
         memory, size = self._memory, self._size
         span = memory.tensor if memory.is_torch else DeviceSpan(memory.address, memory.bytes)
-        places = [
-            Fragment(0, number * self._blocks * size, size, size)
-            for number in range(self._fragments)
-        ]
+        places = [Fragment(0, number * self._blocks * size, size, size) for number in self._order]
         worker.register([span], [GroupLayout(self._blocks, places)])
 
     def close(self) -> None:

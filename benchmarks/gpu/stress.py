@@ -32,9 +32,10 @@ import numpy.typing as npt
 from benchmarks import report
 from benchmarks.gpu import places
 from benchmarks.gpu.cuda import Cuda
+from benchmarks.gpu.engine_side import GpuKv
 from benchmarks.gpu.peers import DeviceMemory
 from benchmarks.rig import BenchEngine, daemon
-from kvd_client import DeviceSpan, Fragment, GroupLayout, StepPlan, Worker
+from kvd_client import StepPlan
 from kvd_client.draft import StepDraft
 from tests.client.content import HASH_BYTES
 from tests.client.kv_memory import KvMemory
@@ -100,11 +101,9 @@ class Memory:
         if layout.is_shuffled:
             chance.shuffle(self.order)
 
-    def register(self, worker: Worker) -> None:
-        stride = self._sizes.blocks * self.size
-        fragments = [Fragment(0, place * stride, self.size, self.size) for place in self.order]
-        span = DeviceSpan(self.device.address, self.device.bytes)
-        worker.register([span], [GroupLayout(self._sizes.blocks, fragments)])
+    def offered(self) -> GpuKv:
+        """What a rank registers; it is freed here, once the rank has closed."""
+        return GpuKv(self.device, self._sizes.block_bytes, len(self.order), self.order)
 
     def pull(self) -> None:
         """Have the image show what is on the device."""
@@ -122,9 +121,6 @@ class Memory:
         placed = np.empty_like(words)
         placed[self.order] = words
         return placed
-
-    def close(self) -> None:
-        """Left to `free`: the engine closes before the memory goes."""
 
     def free(self) -> None:
         del self.image
@@ -145,7 +141,7 @@ class StressEngine(BenchEngine):
         )
 
     def make_memory(self) -> KvMemory:
-        return cast("KvMemory", self._memory)
+        return cast("KvMemory", self._memory.offered())
 
     def begin(
         self, stores: dict[int, int], loads: dict[int, int], chance: random.Random
