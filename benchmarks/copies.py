@@ -161,7 +161,6 @@ class Stage:
             MoverId(number),
             (Region(fd, 0, blocks * BLOCK_BYTES),),
             (GroupMap(blocks, 1, BLOCK_BYTES, specs),),
-            self.directory,
             self.extent_files,
         )
         mover = await MoverProcess.start(config, self.sink)

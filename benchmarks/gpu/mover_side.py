@@ -54,7 +54,6 @@ class MoverSide:
             MoverId(1),
             (CudaRegion(memory["offset"], memory["bytes"], handle),),
             (GroupMap(blocks, 1, block_bytes, specs),),
-            Path(pool["directory"]),
             ExtentFiles(Path(pool["directory"]) / "extents", 0, pool["extent_bytes"]),
             gpu=GpuConfig(memory["uuid"]),
         )

@@ -141,7 +141,7 @@ class ControlServer:
             EngineServicer(self.common, self.peers), server
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerServicer(self.common, self.peers, place.pool_directory, GpuCapacity(place.gpu)),
+            WorkerServicer(self.common, self.peers, GpuCapacity(place.gpu)),
             server,
         )
         events_pb2_grpc.add_EventServiceServicer_to_server(

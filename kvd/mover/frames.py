@@ -98,7 +98,6 @@ _OUTCOMES = tuple(TransferOutcome)
 
 def pack_config(config: MoverConfig, ring_fd: int, board_fd: int, event_fd: int) -> bytes:
     fields = asdict(config)
-    fields["pool_directory"] = str(config.pool_directory)
     fields["extents"]["directory"] = str(config.extents.directory)
     fields["channel"] = (ring_fd, board_fd, event_fd)
     return json.dumps(fields, default=bytes.hex).encode()
@@ -121,7 +120,6 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
         MoverId(fields["mover"]),
         _regions(fields),
         groups,
-        Path(fields["pool_directory"]),
         ExtentFiles(Path(place["directory"]), place["inode"], place["extent_bytes"]),
         fields["checksums"],
         None if fields["gpu"] is None else GpuConfig(**fields["gpu"]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvd.core.errors import (
     BLOCKS_PER_BLOCK,
@@ -92,7 +91,6 @@ class MoverConfig:
     mover: MoverId
     regions: tuple[Region, ...] | tuple[CudaRegion, ...]
     groups: tuple[GroupMap, ...]
-    pool_directory: Path
     extents: ExtentFiles
     checksums: bool = False  # of every slot's part: made by stores, compared by loads
     gpu: GpuConfig | None = None  # where the regions lie; None: in host shared memory

@@ -126,7 +126,6 @@ def config_of(directory: Path) -> MoverConfig:
         MoverId(1),
         (Region(-1, 0, BLOCKS * BLOCK_BYTES),),
         (GroupMap(BLOCKS, 1, BLOCK_BYTES, (fragment,)),),
-        directory,
         ExtentFiles(directory, 0, BLOCKS * BLOCK_BYTES),
     )
 

@@ -101,7 +101,7 @@ class Workshop:
             offset = 8 * number  # regions need not begin on a page
             os.ftruncate(fd, offset + size)
             regions.append(Region(fd, offset, size))
-        return MoverConfig(MoverId(1), tuple(regions), groups, self.directory, self.extents)
+        return MoverConfig(MoverId(1), tuple(regions), groups, self.extents)
 
     def close_fds(self) -> None:
         while self.fds:

@@ -73,7 +73,7 @@ def config_of(directory: Path, fd: int, fragments: tuple[FragmentSpec, ...]) -> 
     os.ftruncate(fd, OFFSET + end)
     group = GroupMap(BLOCKS, 1, sum(f.bytes for f in fragments), fragments)
     region = Region(fd, OFFSET, end)
-    return MoverConfig(MoverId(1), (region,), (group,), directory, _files(directory))
+    return MoverConfig(MoverId(1), (region,), (group,), _files(directory))
 
 
 def _files(directory: Path) -> ExtentFiles:

@@ -171,7 +171,7 @@ def test_what_a_process_forks_does_not_map_its_extents(tmp_path: Path) -> None:
 def test_a_mover_is_told_where_the_extents_lie(elsewhere: PoolConfig) -> None:
     group = GroupMap(1, 1, 4096, (FragmentSpec(0, 0, 4096, 4096),))
     files = ExtentFiles(elsewhere.extents_place, 7, EXTENT_BYTES)
-    config = MoverConfig(MoverId(1), (Region(3, 0, 4096),), (group,), elsewhere.directory, files)
+    config = MoverConfig(MoverId(1), (Region(3, 0, 4096),), (group,), files)
     told, _ = frames.unpack_config(frames.pack_config(config, 4, 5, 6))
     assert told == config
     assert told.extents.path(7) == elsewhere.extents_place / "00007.kv"
@@ -227,7 +227,6 @@ def test_an_extent_on_huge_pages_is_written_by_a_mover_and_zeroed(
                 MoverId(1),
                 (Region(fd, 0, PAGE_BYTES),),
                 (group,),
-                on_huge_pages.directory,
                 pool.extent_files,
             )
         )

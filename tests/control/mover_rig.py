@@ -131,7 +131,7 @@ class Rig:
         )
         region = Region(self.engine_fd, 4096, BLOCKS * PART_BYTES)
         group = GroupMap(BLOCKS, 1, PART_BYTES, fragments)
-        return MoverConfig(MoverId(mover), (region,), (group,), self.directory, self.extent_files)
+        return MoverConfig(MoverId(mover), (region,), (group,), self.extent_files)
 
     async def start(self, config: MoverConfig | None = None, rows: int = EXTENTS) -> MoverProcess:
         mover = await MoverProcess.start(config or self.config(), self.sink)

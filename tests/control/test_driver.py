@@ -100,7 +100,7 @@ def open_session(driver: Driver) -> SessionId:
 
 
 async def start_mover(driver: Driver) -> Any:
-    config = MoverConfig(MOVER, (), (), Path(), ExtentFiles(Path(), 0, EXTENT_BYTES))
+    config = MoverConfig(MOVER, (), (), ExtentFiles(Path(), 0, EXTENT_BYTES))
     return await driver.fleet.start(config, OWNER)
 
 

@@ -247,9 +247,7 @@ def test_a_memory_taken_back_during_a_registration_reaches_no_mover() -> None:
     by_handle = CudaRegion(0, BYTES, handle=bytes(64))
     by_descriptor = CudaRegion(0, BYTES, fd=first.fd, allocation_bytes=BYTES)
     regions = (by_handle, by_descriptor)
-    config = MoverConfig(
-        MoverId(1), regions, (), Path("/pool"), ExtentFiles(Path("/pool/extents"), 0, 4096)
-    )
+    config = MoverConfig(MoverId(1), regions, (), ExtentFiles(Path("/pool/extents"), 0, 4096))
     require_kept(config, peer)
     other = os.memfd_create("keeps the number of the first from coming again")
     peer.offer(DEVICE_TOKEN, os.dup(other), is_device=True)

@@ -32,7 +32,7 @@ from tests.control.daemon_rig import (
 )
 from tests.waiting import wait_until
 
-CONFIG = MoverConfig(MoverId(0), (), (), Path(), ExtentFiles(Path(), 0, 4096))
+CONFIG = MoverConfig(MoverId(0), (), (), ExtentFiles(Path(), 0, 4096))
 
 
 class Started:

@@ -123,7 +123,7 @@ class Stage:
         return cast("MoverProcess", NotingMover(config.mover, sink))
 
     async def attach(self, mover: MoverId = MOVER, placement: RankPlacement = PLACEMENT) -> Any:
-        config = MoverConfig(mover, (), (), Path(), ExtentFiles(Path(), 0, EXTENT_BYTES))
+        config = MoverConfig(mover, (), (), ExtentFiles(Path(), 0, EXTENT_BYTES))
         process = cast("NotingMover", await self.driver.fleet.start(config, OWNER))
         process.driver, process.shard = self.driver, placement.shard
         self.driver.attach_rank(self.session, placement, cast("MoverProcess", process))

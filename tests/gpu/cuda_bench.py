@@ -100,7 +100,7 @@ class Workshop:
     ) -> MoverConfig:
         self.allocations = [allocate(size) for size in region_bytes]
         regions = tuple(allocation.region for allocation in self.allocations)
-        return MoverConfig(MoverId(1), regions, groups, self.directory, self.extents, gpu=self.gpu)
+        return MoverConfig(MoverId(1), regions, groups, self.extents, gpu=self.gpu)
 
     def _malloc(self, size: int) -> Allocation:
         whole = size + 2 * GUARD_BYTES

@@ -166,7 +166,6 @@ class World:
                 mover=mover_id,
                 regions=(),
                 groups=(),
-                pool_directory=self.directory,
                 extents=self.driver.pool.extent_files,
             )
             process: Any = await self.driver.fleet.start(config, MoverOwner(0, f"{mover_id}"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kvd.control import convert, errors
@@ -36,14 +35,11 @@ MAX_FRAGMENTS_IN_ALL = 16384  # each is looked at several times, on the event lo
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves registration: checks it, starts the mover, and adds the rank to its engine."""
 
-    def __init__(
-        self, common: SessionContext, peers: Peers, pool_directory: Path, gpus: GpuCapacity
-    ) -> None:
+    def __init__(self, common: SessionContext, peers: Peers, gpus: GpuCapacity) -> None:
         self._driver = common.driver
         self._engines = common.engines
         self._common = common
         self._peers = peers
-        self._pool_directory = pool_directory
         self._gpus = gpus
 
     async def RegisterRank(  # noqa: N802 - gRPC's name
@@ -131,7 +127,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             mover=self._driver.allocate_mover_id(),
             regions=memory.regions,
             groups=groups,
-            pool_directory=self._pool_directory,
             extents=self._driver.pool.extent_files,
             checksums=self._driver.pool.payload_checksums,
             gpu=self._gpu_config(request, memory.gpu_uuid, start),

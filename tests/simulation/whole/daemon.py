@@ -238,7 +238,7 @@ class SimDaemon:
         )
         self.peers = Peers()
         gpus = GpuCapacity(GpuTerms())
-        self.workers = WorkerServicer(self.common, self.peers, settings.directory, gpus)
+        self.workers = WorkerServicer(self.common, self.peers, gpus)
         self.loop.create_task(self.driver.run()).add_done_callback(self._ended)
         self.is_serving = True
 
