@@ -109,7 +109,6 @@ class Rig:
     """One engine's memory, one pool directory, and the movers between them."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
         self.sink = HeardBySink()
         self.engine_fd = os.memfd_create("engine", os.MFD_CLOEXEC)
         # 4 KiB before and after the blocks belong to nobody.
