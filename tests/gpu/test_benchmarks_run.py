@@ -454,12 +454,17 @@ def test_tests_that_judge_free_memory_run_alone_in_the_check(tmp_path: Path) -> 
         assert named or not judges or path.name in ONLY_ON_THE_FAKE, path.name
 
 
-def test_the_check_names_its_steps_in_their_order(tmp_path: Path) -> None:
+def test_the_check_names_its_steps_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "VLLM_WHEELS", tmp_path)
     steps = check.steps(tmp_path)
     names = ["imports", "probe", "tests", "memory", "stress", "copies", "demo"]
     assert [step.name for step in steps] == names
     patient = check.steps(tmp_path, 2.0)
     assert [step.limit_s for step in patient] == [2 * step.limit_s for step in steps]
+    (tmp_path / "vllm-1-py3-none-any.whl").touch()
+    assert [step.name for step in check.steps(tmp_path)] == [*names, "vllm"]
 
 
 def test_a_step_that_no_time_is_left_for_fails_without_being_run(tmp_path: Path) -> None:

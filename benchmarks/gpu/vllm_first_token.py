@@ -1,0 +1,296 @@
+"""vLLM itself on a GPU with kvd: right bytes, and the time to the first token.
+
+    python3 -m benchmarks.gpu.vllm_first_token [--device cpu]
+
+A real engine (vLLM's own scheduler, GPU worker and model code; Triton for attention, torch for
+the rest, see vllm_wheels.py) with random weights in a Llama's shape, over a real daemon. Prompts
+of drawn tokens are asked for cold, then loaded from kvd once vLLM's prefix cache is empty and all
+of its KV memory is written over, and again from vLLM's own prefix cache. What was loaded must have
+the bytes that were computed. Then several prompts come at once; then another engine, with CUDA
+graphs, finds them in the daemon. `--device cpu` does the same with a toy model, by .venv-vllm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.gpu import places
+from benchmarks.gpu.cuda import Cuda
+from benchmarks.report import Spread
+from benchmarks.rig import MIB, daemon
+from benchmarks.vllm import processes
+from benchmarks.vllm.processes import OrderedProcess
+
+MODULE = "benchmarks.vllm.whole_engine"
+GIB = 1 << 30
+TAIL = 5  # tokens behind the last whole block, which are always computed
+AT_ONCE = 6
+TOKENS = 4  # of an answer
+CASES = ("cold", "kvd", "prefix cache")
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Of one device: the model's shape, vLLM's settings, and what is asked."""
+
+    shape: dict[str, int]
+    lengths: tuple[int, ...]  # tokens
+    rounds: int
+    pool_bytes: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    restarts: bool = True  # whether another engine comes
+
+    @property
+    def block_tokens(self) -> int:
+        size: int = self.settings["block_size"]
+        return size
+
+
+LLAMA_8B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+}
+TOY = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+COMMON = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "options": {"weights_id": "drawn"},
+}
+NATIVE = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}
+SCALES = {
+    "cuda": Scale(
+        LLAMA_8B,
+        (1024, 4096, 16384),
+        3,
+        24 * GIB,
+        {
+            "dtype": "bfloat16",
+            "block_size": 16,
+            "max_model_len": 16384 + 64,
+            "max_num_batched_tokens": 16384 + 64,
+            "kv_cache_memory_bytes": 8 * GIB,
+            "attention_backend": "TRITON_ATTN",
+            "kernel_config": {"ir_op_priority": NATIVE},
+        },
+    ),
+    "cpu": Scale(
+        TOY,
+        (256, 1024),
+        2,
+        512 * MIB,
+        {
+            "dtype": "float32",
+            "block_size": 32,
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "kv_cache_memory_bytes": 64 * MIB,
+        },
+    ),
+}
+# No compiler and no kernels of vLLM's own; of the second engine's decoding steps there are graphs.
+TORCH_ONLY = {"mode": 0, "custom_ops": ["none"]}
+EAGER = {"enforce_eager": True, "compilation_config": TORCH_ONLY}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        **TORCH_ONLY,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    },
+}
+
+
+@contextlib.contextmanager
+def vllm_from(wheels: Path) -> Iterator[None]:
+    """Have engines run by this python with vLLM from wheels, where there are any."""
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="kvd-vllm-") as unpacked:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        pip += ["--no-compile", "--no-cache-dir", "--target", unpacked]
+        subprocess.run([*pip, *map(str, found)], check=True)
+        os.environ[processes.VARIABLE] = sys.executable
+        os.environ[processes.PATHS] = os.pathsep.join(
+            [str(places.ROOT / "client" / "src"), unpacked]
+        )
+        yield
+
+
+def write_model(scale: Scale, folder: Path) -> Path:
+    """A model's configuration; vLLM draws its weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": scale.settings["dtype"],
+        **scale.shape,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def ask_thrice(engine: OrderedProcess, scale: Scale, number: int, length: int) -> dict[str, Answer]:
+    """The answers to one prompt by case, once they were compared."""
+    tokens = length // scale.block_tokens * scale.block_tokens - scale.block_tokens + TAIL
+    answers: dict[str, Answer] = {}
+    for case in CASES:
+        if case == "kvd":
+            assert engine.do("forget_device")["done"], "requests still hold blocks"
+        told = engine.do("ask_drawn", numbers=[number], length=tokens, max_tokens=TOKENS)
+        (answers[case],) = told["answers"]
+        expect(answers[case], answers["cold"], 0 if case == "cold" else tokens - TAIL, case)
+    assert engine.do("forget_device")["done"], "requests still hold blocks"
+    return answers
+
+
+def expect(answer: Answer, cold: Answer, cached: int, what: str) -> None:
+    """So many tokens were not computed, and the blocks hold what the cold ones did."""
+    assert answer["cached"] == cached, f"{what}: {answer['cached']} tokens cached, not {cached}"
+    assert answer["digest"] == cold["digest"], f"{what}: other bytes than were computed"
+
+
+def ask_many(engine: OrderedProcess, scale: Scale) -> list[Answer]:
+    """The answers to prompts that come at once."""
+    assert engine.do("forget_device")["done"], "requests still hold blocks"
+    length = min(scale.lengths) + TAIL
+    order = {"numbers": list(range(900, 900 + AT_ONCE)), "length": length, "max_tokens": TOKENS}
+    answers: list[Answer] = engine.do("ask_drawn", **order)["answers"]
+    return answers
+
+
+def expect_many(engine: OrderedProcess, scale: Scale, cold: list[Answer]) -> None:
+    """The same prompts are loaded, all at once, and right."""
+    for number, answer in enumerate(ask_many(engine, scale)):
+        what = f"prompt {number} of {AT_ONCE}"
+        expect(answer, cold[number], min(scale.lengths), what)
+
+
+def measure(scale: Scale, socket: str, model: Path) -> Answer:
+    """Everything, as a document."""
+    pairs: dict[int, list[dict[str, Answer]]] = {}
+    began = time.monotonic()
+    settings = COMMON | scale.settings
+    with OrderedProcess(MODULE, [socket, str(model)], settings | EAGER) as engine:
+        found: Answer = {"vllm": engine.ready["vllm"], "start_s": time.monotonic() - began}
+        print(f"vLLM {found['vllm']} is up after {found['start_s']:.0f} s", flush=True)
+        for length in scale.lengths:
+            taken = [
+                ask_thrice(engine, scale, 100 * length + number, length)
+                for number in range(1 + scale.rounds)
+            ]
+            pairs[length] = taken[1:]  # the first compiles kernels
+            print(line_of(length, pairs[length]), flush=True)
+        cold = ask_many(engine, scale)
+        expect_many(engine, scale, cold)
+    again: list[Answer] = []
+    if scale.restarts:
+        with OrderedProcess(MODULE, [socket, str(model)], settings | GRAPHS) as engine:
+            print("another engine, with graphs of its decoding steps, is up", flush=True)
+            expect_many(engine, scale, cold)
+            longest = max(scale.lengths)
+            again = [ask_thrice(engine, scale, n, longest)["kvd"] for n in range(scale.rounds)]
+    return found | {
+        "rows": [row_of(length, taken) for length, taken in pairs.items()],
+        "with_graphs_s": [answer["seconds"] for answer in again],
+        "same_tokens": same_tokens(pairs),
+        "blocks_compared": blocks_compared(scale, pairs),
+    }
+
+
+def row_of(length: int, taken: list[dict[str, Answer]]) -> Answer:
+    """Of prompts of one length: seconds to the first token by case."""
+    seconds = {case: [answers[case]["seconds"] for answers in taken] for case in CASES}
+    return {"tokens": length, "seconds": seconds}
+
+
+def line_of(length: int, taken: list[dict[str, Answer]]) -> str:
+    seconds = row_of(length, taken)["seconds"]
+    spreads = {case: Spread.of([1e3 * s for s in seconds[case]]) for case in CASES}
+    ratio = report.ratios(seconds["cold"], seconds["kvd"])
+    told = ", ".join(f"{case} {spread}" for case, spread in spreads.items())
+    return f"{length} tokens, ms to the first: {told}; cold / kvd {ratio}"
+
+
+def same_tokens(pairs: dict[int, list[dict[str, Answer]]]) -> float:
+    """Share of answers from kvd with the cold one's tokens; rounding may differ, bytes may not."""
+    told = [answers for taken in pairs.values() for answers in taken]
+    same = [answers["kvd"]["tokens"] == answers["cold"]["tokens"] for answers in told]
+    return same.count(True) / len(told)
+
+
+def blocks_compared(scale: Scale, pairs: dict[int, list[dict[str, Answer]]]) -> int:
+    """How many loaded blocks were found to have the bytes that were computed, in `pairs`."""
+    return sum(
+        answers["kvd"]["cached"] // scale.block_tokens
+        for taken in pairs.values()
+        for answers in taken
+    )
+
+
+def main() -> int:
+    """Measure, print, write the JSON; 1 where there is no GPU and none is left out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=sorted(SCALES), default="cuda")
+    parser.add_argument(
+        "--quick", action="store_true", help="one engine, short prompts: a smoke test"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    scale, name = SCALES[options.device], "cpu"
+    if options.quick:
+        scale = replace(scale, lengths=scale.lengths[:1], rounds=1, restarts=False)
+    if options.device == "cuda":
+        if (reason := places.no_device()) is not None:
+            print(f"There is no GPU here ({reason}); `--device cpu` runs the same on any machine.")
+            return 1
+        name = Cuda().name()
+    wheels = places.VLLM_WHEELS if options.device == "cuda" else Path(os.devnull)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-model-") as folder,
+        vllm_from(wheels),
+        daemon(scale.pool_bytes, extent_bytes=min(scale.pool_bytes // 8, 256 * MIB)) as running,
+    ):
+        found = measure(scale, running.socket, write_model(scale, Path(folder)))
+    document = {"device": name, "commit": places.commit(), "shape": scale.shape, **found}
+    print(f"{found['blocks_compared']} loaded blocks have the bytes that were computed")
+    print(f"written to {places.write(document, name, 'gpu-vllm', options.output)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

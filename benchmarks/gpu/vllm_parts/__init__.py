@@ -1,0 +1,1 @@
+"""What stands for vLLM's compiled parts where a GPU machine has none; see vllm_wheels.py."""
