@@ -103,7 +103,7 @@ def mover_side(memory: DeviceMemory, cuda: Cuda, fragments: int, size: Sizes) ->
     told |= {"bytes": memory.bytes, "uuid": cuda.uuid()}
     told |= {"block_bytes": BLOCK_BYTES, "fragments": fragments}
     pool = {"directory": str(folder), "extent_bytes": size.extent_bytes, "extents": count}
-    sees = {"CUDA_VISIBLE_DEVICES": cuda.uuid(), "CUPY_CACHE_IN_MEMORY": "1"}
+    sees = {"CUDA_VISIBLE_DEVICES": cuda.uuid()}
     remote = Remote(module=MOVER, environment=sees)
     try:
         yield remote, remote.call("open", memory=told, pool=pool)

@@ -266,7 +266,6 @@ def _environment(gpu: GpuConfig | None) -> dict[str, str]:
         "GLIBC_TUNABLES": GLIBC_TUNABLES,
         # By UUID: numbers of GPUs mean another one in every process that was given a choice.
         "CUDA_VISIBLE_DEVICES": "" if gpu is None else gpu.uuid,
-        "CUPY_CACHE_IN_MEMORY": "1",  # a daemon has no home to keep kernels in
     }
 
 

@@ -149,15 +149,6 @@ def test_expanded_runs_are_the_same_copies(case: Case) -> None:
 
 
 @given(case=cases(), most_words=st.integers(1, 40))
-def test_expanded_runs_can_be_cut_to_a_bound(case: Case, most_words: int) -> None:
-    host, device, width = runs_for(case.group, case.part).expand(most_words * WORD)
-    assert words_of(Runs(host, device, width, width, width, np.ones_like(width))) == words_by_loop(
-        case.group, case.part
-    )
-    assert (width <= most_words * WORD).all()
-
-
-@given(case=cases(), most_words=st.integers(1, 40))
 def test_pieces_are_the_same_copies_and_keep_their_bound(case: Case, most_words: int) -> None:
     runs = runs_for(case.group, case.part)
     pieces = list(runs.pieces(most_words * WORD + 3))

@@ -67,22 +67,9 @@ def test_only_this_processs_memory_on_this_gpu_counts(nvml: Nvml) -> None:
     assert nvml.asked_for == UUID
 
 
-def test_memory_that_was_opened_here_is_its_owners(nvml: Nvml) -> None:
-    nvml.processes = [Process(os.getpid(), 500 * MIB)]
-    memory = ProcessMemory(UUID)
-    before = memory.used_bytes()
-    nvml.processes = [Process(os.getpid(), 60500 * MIB)]
-    memory.leave_out(since=before)
-    assert memory.used_bytes() == 500 * MIB
-    nvml.processes = [Process(os.getpid(), 60508 * MIB)]
-    assert memory.used_bytes() == 508 * MIB
-
-
 def test_container_with_pids_of_its_own_is_not_told(nvml: Nvml) -> None:
     nvml.processes = [Process(os.getpid() + 1, 500 * MIB)]
-    memory = ProcessMemory(UUID)
-    memory.leave_out(since=memory.used_bytes())
-    assert memory.used_bytes() is None
+    assert ProcessMemory(UUID).used_bytes() is None
 
 
 def test_driver_that_may_not_say_how_much_is_unknown(nvml: Nvml) -> None:

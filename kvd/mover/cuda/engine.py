@@ -58,9 +58,7 @@ class CudaCopyEngine:
         regions = [region for region in config.regions if isinstance(region, CudaRegion)]
         assert len(regions) == len(config.regions), "host memory is not for this engine"
         self._own_memory = ProcessMemory(config.gpu.uuid)
-        before = self._own_memory.used_bytes()
         self._imports = Imports(self._device, regions)
-        self._own_memory.leave_out(since=before)
         self._regions = np.array(self._imports.addresses, dtype=np.uint64)
         self._extents = PinnedExtents(config)
         self._staged_bytes = 0
@@ -92,8 +90,7 @@ class CudaCopyEngine:
         """What this process takes of the GPU: counted, else estimated by how free memory fell."""
         if self._counted_bytes is not None:
             return self._counted_bytes
-        taken = self._taken_at_start
-        return taken + self._extents.device_bytes if taken else 0
+        return self._taken_at_start
 
     # -- extents ----------------------------------------------------------------------------
 

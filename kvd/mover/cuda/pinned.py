@@ -40,7 +40,6 @@ class _Extent:
         self.address = mapping.address
         self.registered = False
         self.attempts = 0
-        self.device_bytes = 0  # that registering took
         self.lock = threading.Lock()  # who holds it registers or unregisters
 
 
@@ -59,7 +58,6 @@ class PinnedExtents:
         self._lock = threading.Lock()  # over the counts
         self._registered = 0
         self._failed = 0
-        self._device_bytes = 0
         self._complained = False
 
     @property
@@ -71,14 +69,6 @@ class PinnedExtents:
     def unregistered_count(self) -> int:
         """Open extents that could not be registered; those still to come don't count."""
         return self._failed
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory for what is pinned now: the GPU's page tables grow with it.
-
-        By how much free memory fell during each registration, whoever else allocated meanwhile.
-        """
-        return self._device_bytes
 
     def open(self, extent: int) -> Bytes:
         """Map the extent. OSError where its file can't be had."""
@@ -101,7 +91,7 @@ class PinnedExtents:
                 except runtime.CUDARuntimeError as error:
                     raise DeviceLost(f"extent {extent} can't be unregistered: {error}") from error
                 closing.registered = False
-                self._count(registered=-1, device_bytes=-closing.device_bytes)
+                self._count(registered=-1)
             elif closing.attempts:
                 self._count(failed=-1)
         closing.mapping.close()
@@ -151,11 +141,10 @@ class PinnedExtents:
             return
         found.attempts += 1
         again = found.attempts > 1
-        free_before = _free_bytes()
         try:
             runtime.hostRegister(found.address, self._config.extents.extent_bytes, _REGISTER_FLAGS)
         except runtime.CUDARuntimeError as error:
-            if _free_bytes() is None:
+            if not _answers():
                 raise DeviceLost(
                     f"extent {extent} can't be pinned, nor anything: {error}"
                 ) from error
@@ -163,17 +152,12 @@ class PinnedExtents:
             self._complain_once(extent, error)
             return
         found.registered = True
-        free_after = _free_bytes()
-        if free_before is not None and free_after is not None:
-            found.device_bytes = max(0, free_before - free_after)
-        failed = -1 if again else 0
-        self._count(registered=1, failed=failed, device_bytes=found.device_bytes)
+        self._count(registered=1, failed=-1 if again else 0)
 
-    def _count(self, registered: int = 0, failed: int = 0, device_bytes: int = 0) -> None:
+    def _count(self, registered: int = 0, failed: int = 0) -> None:
         with self._lock:
             self._registered += registered
             self._failed += failed
-            self._device_bytes += device_bytes
 
     def _complain_once(self, extent: int, error: Exception) -> None:
         with self._lock:
@@ -211,10 +195,10 @@ class Staging:
         runtime.freeHost(self.address)
 
 
-def _free_bytes() -> int | None:
-    """Free memory of the GPU; None where its context answers no more."""
+def _answers() -> bool:
+    """Whether the GPU's context does."""
     try:
-        free, _total = runtime.memGetInfo()
+        runtime.memGetInfo()
     except runtime.CUDARuntimeError:
-        return None
-    return int(free)
+        return False
+    return True

@@ -2,7 +2,7 @@
 
 Free memory alone can't tell it: the engine allocates while its mover starts. NVML counts by
 process, where it is installed and where this process has the pid here that the driver knows it by
-(not in a container with PIDs of its own).
+(not in a container with PIDs of its own). It leaves out what is opened of another process's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class ProcessMemory:
 
     def __init__(self, uuid: str) -> None:
         self._nvml: Any = None
-        self._others_bytes = 0
         try:
             import pynvml  # noqa: PLC0415 - of nvidia-ml-py, which may be absent
         except ImportError as error:
@@ -32,15 +31,6 @@ class ProcessMemory:
             return
         self._nvml = pynvml
 
-    def leave_out(self, since: int | None) -> None:
-        """What was added to the count `since` is another process's: memory opened here.
-
-        Whether NVML counts that at all is not documented.
-        """
-        now = self.used_bytes()
-        if now is not None and since is not None:
-            self._others_bytes += max(0, now - since)
-
     def used_bytes(self) -> int | None:
         """Device memory of this process's own now; None where NVML does not tell."""
         if self._nvml is None:
@@ -51,5 +41,4 @@ class ProcessMemory:
             return None
         # A driver that may not say how much says None.
         found = (process.usedGpuMemory for process in running if process.pid == os.getpid())
-        used = next(found, None)
-        return None if used is None else max(0, used - self._others_bytes)
+        return next(found, None)

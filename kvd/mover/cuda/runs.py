@@ -46,9 +46,8 @@ class Runs:
         """Bytes that they copy."""
         return int((self.width * self.height).sum())
 
-    def expand(self, most_bytes: int = 0) -> tuple[U64, U64, U64]:
-        """Host addresses, device addresses and bytes: a row per stretch, in order. With
-        most_bytes, a multiple of a word, what is longer is cut.
+    def expand(self) -> tuple[U64, U64, U64]:
+        """Host addresses, device addresses and bytes: a row per stretch, in order.
 
         Stretches of two rows stay two, even where they touch: they may lie in two extents whose
         mappings happen to touch, and no copy may run across two registrations of host memory.
@@ -56,13 +55,7 @@ class Runs:
         index, nth = _parts(self.height)
         host = self.host[index] + nth * self.host_pitch[index]
         device = self.device[index] + nth * self.device_pitch[index]
-        width = self.width[index]
-        if most_bytes:
-            most = np.uint64(most_bytes)
-            index, nth = _parts((width + most - np.uint64(1)) // most)
-            host, device = host[index] + nth * most, device[index] + nth * most
-            width = np.minimum(width[index] - nth * most, most)
-        return host, device, width
+        return host, device, self.width[index]
 
     def pieces(self, most_bytes: int) -> Iterator[Runs]:
         """The same copies in order, cut so that each piece has at most that many bytes.
