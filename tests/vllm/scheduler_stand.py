@@ -306,7 +306,10 @@ class Stand:
 
 
 def _jobs_of(orders: Any) -> tuple[int, int]:
-    """Stores and loads that begin with a step: vLLM's own lists, or kvd's plan."""
+    """Stores and loads that begin with a step: vLLM's own lists, or kvd's plan. Of several
+    connectors' the first one's.
+    """
+    orders = getattr(orders, "metadata", (orders,))[0]
     plan = getattr(orders, "plan", None)
     if plan is None:
         return len(orders.store_jobs), len(orders.load_jobs)

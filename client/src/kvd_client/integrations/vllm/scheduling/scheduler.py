@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
@@ -243,6 +243,12 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not num_external_tokens:
+            # Under MultiConnector another one may load into these as this step begins, and vLLM
+            # names them in no step before that load has ended.
+            given = chain.from_iterable(blocks.blocks)
+            self._current_batch_allocated_block_ids.update(block.block_id for block in given)
+            self._current_batch_allocated_block_ids.discard(VLLM_NULL_BLOCK)
         if not request.skip_reading_prefix_cache:
             context = self._req_status[request.request_id].req_context
             self.manager.count_found(context, num_external_tokens)
