@@ -217,9 +217,15 @@ class KvdManager(OffloadingManager):
         if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
             self.steps.hand_off(tracked)
 
-    def count_found(self, req_context: ReqContext, external_tokens: int) -> None:
-        """VLLM has begun a request, and loads so many of its tokens: tell the daemon."""
+    def begin(self, req_context: ReqContext, external_tokens: int) -> None:
+        """VLLM has begun a request, and loads so many of its tokens: tell the daemon.
+
+        One that loads nothing needs no lease, of what the device has or what another connector
+        loads: it would keep it for as long as it decodes.
+        """
         request = self.tracked(req_context).request
+        if not external_tokens and self._queue is not None:
+            self._queue.release(request)
         if self.steps is not None and self._connection is not None and request.num_tokens:
             namespace = self._connection.namespace
             count_found(

@@ -251,7 +251,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
             self._current_batch_allocated_block_ids.discard(VLLM_NULL_BLOCK)
         if not request.skip_reading_prefix_cache:
             context = self._req_status[request.request_id].req_context
-            self.manager.count_found(context, num_external_tokens)
+            self.manager.begin(context, num_external_tokens)
 
     def request_finished(self, request: Request, *tables: Any) -> Any:
         self._prompt_times.ended(request, self.manager.pace)
