@@ -57,6 +57,7 @@ class BytesStand(Stand):
         self._prompts: dict[bytes, list[int]] = {}  # by hash of a block: the tokens up to its end
         self.stored: dict[tuple[int, bytes], int] = {}  # kvd's group, hash -> engine blocks
         self.loaded = 0
+        self.weights = 0  # how often they were updated
         super().__init__(model, transfer, options)
         storage = next(iter(self.caches.values())).untyped_storage()
         memory = torch.empty(0, dtype=torch.int64).set_(storage).numpy().view(np.uint64)
@@ -92,6 +93,11 @@ class BytesStand(Stand):
         tokens = list(request.all_token_ids)
         for place, block_hash in enumerate(request.block_hashes):
             self._prompts.setdefault(bytes(block_hash), tokens[: (place + 1) * self.hash_tokens])
+
+    def take_other_weights(self) -> None:
+        """From now on the model is another one: no block of before is right any more."""
+        self.weights += 1
+        self.stored.clear()
 
     def watch(self, connection: Any) -> None:
         """Note all that this connection orders from now on."""
@@ -182,7 +188,7 @@ class BytesStand(Stand):
         """Read what is there, write what is computed; the sampled token, if there is one."""
         request, known = self.scheduler.requests[name], self._computed[name]
         first, end = known.tokens, known.tokens + scheduled
-        tokens, numbers = run_on(request.all_token_ids, end + 1)
+        tokens, numbers = run_on(request.all_token_ids, end + 1, self.weights)
         for place, (memory, table) in enumerate(zip(self.memory, tables, strict=True)):
             says = f"{name}: group {place} of {first} tokens, and {scheduled}: {table}"
             if memory.shape.recurrent:
@@ -215,7 +221,7 @@ class BytesStand(Stand):
                     continue
                 found += 1
                 prompt = self._prompts[block_hash]
-                _, numbers = run_on(prompt, len(prompt))
+                _, numbers = run_on(prompt, len(prompt), self.weights)
                 assert self.memory[group].is_whole(blocks, numbers), (group, len(prompt))
         return found
 

@@ -23,6 +23,9 @@ from tests.vllm.stand_process import stand_with_kvd
 MOST_REQUESTS = 12
 LONGEST = 400  # a request that would get more input than this ends
 PATIENCE_SECONDS = 30.0
+# Running requests begin anew, and the connector has nothing any more. While some load, or wait for
+# more input, running ones can't.
+RESETS = ((False, False), (False, True), (True, True), (True, True), (True, True))
 LENGTHS = (16, 32, 33, 64, 80, 96, 97, 130, 200)
 OPTIONS = StandOptions(
     num_blocks=80, max_requests=8, step_tokens=128, longest=640, model_seconds=0.0
@@ -100,12 +103,14 @@ class Draw:
         self._stand.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _reset(self) -> None:
-        running, connector = self._draw.choice(((False, False), (False, True), (True, True)))
+        running, connector = self._draw.choice(RESETS)
         self._stand.finish_steps()
         with contextlib.suppress(RuntimeError):  # some load, and can't be preempted
-            self._stand.scheduler.reset_prefix_cache(
+            is_empty = self._stand.scheduler.reset_prefix_cache(
                 reset_running_requests=running, reset_connector=connector
             )
+            if is_empty and running:  # as an engine does whose weights are updated
+                self._stand.take_other_weights()
 
 
 def drawn(stand: BytesStand, connection: Any, seed: int, steps: int) -> dict[str, Any]:
@@ -114,12 +119,18 @@ def drawn(stand: BytesStand, connection: Any, seed: int, steps: int) -> dict[str
     stand.forget_device()
     audited = stand.audit(connection)
     stand.forget_device()
-    Draw(stand, seed, resets=0.02).run(steps)
+    Draw(stand, seed, resets=0.08).run(steps)
     assert connection.wait_usable(PATIENCE_SECONDS)
     stand.scheduler.reset_prefix_cache()
     stand.audit(connection)
     stored, stand.stored = len(stand.stored), {}
-    return {"stored": stored, "audited": audited, "loaded": stand.loaded, "left": stand.left()}
+    return {
+        "stored": stored,
+        "audited": audited,
+        "loaded": stand.loaded,
+        "left": stand.left(),
+        "updated": stand.weights,
+    }
 
 
 def skipping(stand: BytesStand, connection: Any, name: str) -> dict[str, Any]:

@@ -66,11 +66,14 @@ def mixed(number: int, token: int) -> int:
     return number ^ number >> 29
 
 
-def run_on(tokens: Sequence[int], length: int) -> tuple[list[int], Words]:
-    """So many tokens, those not given being sampled, and the number of each position."""
+def run_on(tokens: Sequence[int], length: int, weights: int) -> tuple[list[int], Words]:
+    """So many tokens, those not given being sampled, and the number of each position.
+
+    Other `weights` make other numbers of the same tokens.
+    """
     known = list(tokens[:length])
     numbers = np.zeros(length, dtype=np.uint64)
-    number = 1
+    number = 1 + weights
     for position in range(length):
         if position >= len(known):
             known.append(1 + (number >> 33) % (VOCABULARY - 1))

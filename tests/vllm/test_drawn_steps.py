@@ -29,6 +29,7 @@ def test_what_several_groups_store_and_load_is_right_and_nothing_stays(
             assert told["left"] == {}
             assert told["audited"] > 20, told
             assert told["loaded"] > 20, told
+        assert told["updated"] > 0, "no reset let the model become another one"
 
 
 def test_who_reads_no_cache_stores_again_after_a_reset(fork_server: None, kvd: NodeDaemon) -> None:
