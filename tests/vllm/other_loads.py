@@ -57,7 +57,14 @@ class OtherLoads(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # like
         arrived, self._arrived = self._arrived, set()
         return None, arrived
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None: ...
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-    def save_kv_layer(self, *arguments: Any, **named: Any) -> None: ...
-    def wait_for_save(self) -> None: ...
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """It has `memory`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """It loads between steps."""
+
+    def save_kv_layer(self, *arguments: Any, **named: Any) -> None:
+        """It stores nothing."""
+
+    def wait_for_save(self) -> None:
+        """Likewise."""
