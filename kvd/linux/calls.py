@@ -19,6 +19,7 @@ from collections.abc import Iterator
 MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 MADV_POPULATE_WRITE = 23
 SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
+SO_PASSRIGHTS = 83  # since Linux 6.16
 
 # linux/magic.h: f_type of the file systems whose files are memory.
 _TMPFS = 0x01021994

@@ -209,6 +209,7 @@ class Library:
         self.plan_copies, self.submit_copies = loaded.kvd_gpu_plan, loaded.kvd_gpu_submit
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._move = loaded.kvd_move
+        self._close = loaded.kvd_close
         self._number = LEVELS.index(level) + _FAR * SHAPES.index(self.shape)
 
     def call(self, work: object) -> int:
@@ -237,6 +238,14 @@ class Library:
     def move(self, work: object) -> None:
         """Do what kvd/native/file_moves.py asks."""
         self._move(work, self._number)
+
+    def close(self, fds: Sequence[int]) -> bool:
+        """Close these by the end of a thread, and so without waiting for anybody.
+
+        False: it can't be, as on a kernel before 5.9, and they are open.
+        """
+        rising = sorted(fds)
+        return not rising or self._close((ctypes.c_int * len(rising))(*rising), len(rising)) == 0
 
     def at(self, level: str, shape: str = "") -> Library:
         """The same at another level or shape. It refuses all where the processor lacks it."""
@@ -324,6 +333,7 @@ def load(path: Path) -> ctypes.CDLL:
         loaded.kvd_gpu_submit.argtypes = (pointer, number)
         loaded.kvd_move.argtypes = (pointer, ctypes.c_int)
         loaded.kvd_move.restype = None
+        loaded.kvd_close.argtypes = (pointer, number)
         loaded.kvd_turns_begin.argtypes = (ctypes.c_uint,)
         loaded.kvd_turns_begin.restype = pointer
         loaded.kvd_turns_end.argtypes = (pointer,)

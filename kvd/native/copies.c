@@ -1,6 +1,7 @@
 /* Copies between engine memory and slots of the pool, and checksums of what is copied, in one pass;
- * blocks moved between memory and a file, by several threads, and proved meanwhile; and, at the
- * end, the tables of tags that clients read, and the index in which control finds a key's slot.
+ * blocks moved between memory and a file, by several threads, and proved meanwhile; the tables of
+ * tags that clients read, and the index in which control finds a key's slot; and, at the end, how
+ * descriptors that strangers gave are closed.
  *
  * Without any library but the system's and without Python: kvd/native loads it by ctypes, which
  * lets go of the interpreter's lock. Stretches of memory are copied LANES at a time, a few cache
@@ -18,12 +19,15 @@
 #include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -1091,4 +1095,61 @@ int kvd_gpu_submit(struct gpu_submission *work, uint64_t most) {
     if (work->row == run->height) work->row = 0, work->run++;
   }
   return error ? error : gpu_flush(work);
+}
+
+/* Whoever closes a TCP socket for the last time waits as long as SO_LINGER says, which is what who
+ * gave it chose, also where it lies unread in another socket. Linux spares only a thread that ends.
+ * So one takes the descriptors along: it has a table of its own, in which only these are open. */
+#ifndef SYS_close_range
+#define SYS_close_range 436
+#endif
+#define UNSHARE 2u /* CLOSE_RANGE_UNSHARE, which is let through where unshare(2) is not */
+#define END_STACK (256 << 10)
+
+struct end { const int *fds; uint64_t count; int error; sem_t took_them, is_last; };
+
+static void *end_with(void *given) {
+  struct end *end = given;
+  unsigned next = 0;
+  end->error = syscall(SYS_close_range, end->fds[end->count - 1] + 1u, ~0u, UNSHARE) ? errno : 0;
+  for (uint64_t n = 0; !end->error && n < end->count; n++) {
+    if ((unsigned)end->fds[n] > next) syscall(SYS_close_range, next, end->fds[n] - 1u, 0);
+    next = end->fds[n] + 1u;
+  }
+  sem_post(&end->took_them);
+  while (sem_wait(&end->is_last)) {}
+  sem_destroy(&end->took_them), sem_destroy(&end->is_last);
+  free(end);
+  return 0;
+}
+
+/* Closes these descriptors, which rise and are at least one, by the end of a thread. Else an errno,
+ * and nothing is done. The thread gets no signal: whom it would wake up is told through a
+ * descriptor. */
+int kvd_close(const int *fds, uint64_t count) {
+  struct end *end = calloc(1, sizeof *end);
+  pthread_attr_t how;
+  pthread_t thread;
+  sigset_t all, before;
+  if (!end) return ENOMEM;
+  end->fds = fds, end->count = count;
+  sem_init(&end->took_them, 0, 0), sem_init(&end->is_last, 0, 0);
+  pthread_attr_init(&how);
+  pthread_attr_setdetachstate(&how, PTHREAD_CREATE_DETACHED);
+  pthread_attr_setstacksize(&how, END_STACK);
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int error = pthread_create(&thread, &how, end_with, end);
+  pthread_sigmask(SIG_SETMASK, &before, 0);
+  pthread_attr_destroy(&how);
+  if (error) {
+    sem_destroy(&end->took_them), sem_destroy(&end->is_last);
+    free(end);
+    return error;
+  }
+  while (sem_wait(&end->took_them)) {}
+  error = end->error;
+  for (uint64_t n = 0; !error && n < count; n++) close(fds[n]);
+  sem_post(&end->is_last);
+  return error;
 }

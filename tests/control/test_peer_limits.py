@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from kvd.control.access.companion import MAX_ENGINE_CONNECTIONS_OF_A_USER, CompanionServer
 from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Peers, Role
-from kvd.core.errors import LimitExceeded
+from kvd.core.errors import InvalidArgument, LimitExceeded
 from kvd.runtime.turns import EndsInTurn, FairQueue
 from tests.control.test_companion_socket import HELLO
 
@@ -23,6 +24,28 @@ def test_a_connection_registers_only_so_often() -> None:
     peer.registrations.add(MAX_REGISTRATIONS)
     with pytest.raises(LimitExceeded):
         peer.require_registration()
+
+
+def test_what_a_peer_gave_is_closed_as_it_was_told() -> None:
+    """And not by itself: to free a large memory takes seconds."""
+    closed: list[int] = []
+    peer = Peer(
+        Credentials(0, 0, 1, None), Role.WORKER, "test", lambda _message, _fds: None, closed.extend
+    )
+    memories = [os.memfd_create("kvd-test") for _ in range(3)]
+    for fd in memories:
+        os.ftruncate(fd, 4096)
+    unfit = os.open(os.devnull, os.O_RDONLY)
+    peer.offer(1, memories[0])
+    peer.offer(1, memories[1])
+    peer.offer(2, memories[2])
+    with pytest.raises(InvalidArgument):
+        peer.offer(3, unfit)
+    assert closed == [memories[0], unfit]
+    peer.end()
+    assert closed == [memories[0], unfit, memories[1], memories[2]]
+    for fd in closed:
+        os.close(fd)
 
 
 async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from kvd.control import errors
 from kvd.control.access import descriptors
+from kvd.control.access.closing import Closer
 from kvd.control.access.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
 from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
 from kvd.core.shares import Bound, Shares
@@ -44,7 +46,9 @@ MAX_UNSENT_MESSAGES = 64  # a client that doesn't read is dropped
 HELLO_SECONDS = 5.0
 PROGRAM_BYTES = 256
 _LENGTH = struct.Struct("<I")
-_FDS_PER_READ = 8
+# All that Linux lets a message have (SCM_MAX_FD): what does not fit it closes at once, which may
+# take long.
+_FDS_PER_READ = 253
 
 # Gives the read-only descriptor of a namespace's index page, or raises KvdError.
 PageOf = Callable[[Peer, int], int]
@@ -64,6 +68,7 @@ class CompanionServer:
         self.page_of = page_of
         self.operates = operates
         self.ends = ends
+        self.closer = Closer()
         self.strangers = Shares(
             Bound(
                 "connections that have not said hello",
@@ -104,6 +109,7 @@ class CompanionServer:
         listener.listen(128)
         listener.setblocking(False)
         self._listener = listener
+        self.closer.begin()
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -136,10 +142,12 @@ class CompanionServer:
         """Stop listening and end every peer."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
-            self._listener.close()
+            # Not here either: connections that were not taken yet may hold descriptors.
+            self.closer.close(None, (self._listener.detach(),))
             self._listener = None
         for connection in list(self._connections):
             connection.close()
+        self.closer.end()
 
 
 class CompanionConnection:
@@ -260,7 +268,8 @@ class CompanionConnection:
         self.take_share(self._server.shares[role])
         program = hello.program.encode()[:PROGRAM_BYTES].decode(errors="replace")
         credentials = credentials_of(self._socket)
-        self._peer = Peer(credentials, role, program, self.send)
+        close = partial(self._server.closer.close, self._user)
+        self._peer = Peer(credentials, role, program, self.send, close)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if credentials.pidfd is not None:
@@ -374,9 +383,10 @@ class CompanionConnection:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._stop_looking()
-        self._socket.close()
-        for fd in self._fds:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # its client hears so at once
+        # In its socket descriptors may lie that were not read.
+        self._server.closer.close(self._user, (self._socket.detach(), *self._fds))
         for _message, fds in self._unsent:
             for fd in fds:
                 os.close(fd)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from kvd.control.access import descriptors
 from kvd.control.access.peers import user_of
 from kvd.core.shares import Bound
+from kvd.linux.calls import SO_PASSRIGHTS
 from kvd.linux.proc import count_own_descriptors, own_descriptors
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Door:
                 with contextlib.suppress(OSError), _socket(fd) as some:
                     if self._is_mine(some) and _listens(some):
                         self._listener = fd, inode
+                        _refuse_descriptors(some)
         if self._listener is not None:
             fd, inode = self._listener
             with contextlib.suppress(OSError), _socket(fd) as listener:
@@ -200,6 +202,16 @@ def _sockets() -> Iterator[tuple[int, int]]:
             status = os.fstat(fd)
             if stat.S_ISSOCK(status.st_mode):
                 yield fd, status.st_ino
+
+
+def _refuse_descriptors(listener: socket.socket) -> None:
+    """Have Linux refuse whoever sends descriptors by a connection, where it can (6.16).
+
+    Nobody reads them there: Linux closes them on one of gRPC's threads, which waits for as long as
+    who sent them likes.
+    """
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
 
 def _listens(some: socket.socket) -> bool:

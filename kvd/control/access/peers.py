@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from kvd.control.access import descriptors
+from kvd.control.access.closing import close_all
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
 from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory
 from kvd_proto.v1 import companion_pb2 as pb
@@ -132,6 +133,7 @@ def accept_device_memory(fd: int) -> Memory:
 
 
 Send = Callable[[pb.CompanionResponse, Sequence[int]], None]
+Close = Callable[[Sequence[int]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +144,7 @@ class Peer:
     role: Role
     program: str
     send: Send  # one message with its descriptors, which stay the caller's
+    close: Close = close_all  # descriptors that it gave; takes them, and may close them later
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     memories: dict[int, Memory] = field(default_factory=dict)
     registrations: set[int] = field(default_factory=set)  # every one it ever had
@@ -206,16 +209,19 @@ class Peer:
             descriptors.require_room("memory_token")
             memory = accept_device_memory(fd) if is_device else accept_memory(fd)
         except BaseException:
-            os.close(fd)
+            self.close((fd,))
             raise
         if (old := self.memories.pop(number, None)) is not None:
-            os.close(old.fd)
+            self.close((old.fd,))
         self.memories[number] = memory
 
-    def drop_device_memories(self) -> None:
-        """Close the exports that were offered: as long as one is open, its memory is not free."""
-        for number in [n for n, memory in self.memories.items() if memory.is_device]:
-            os.close(self.memories.pop(number).fd)
+    def take_device_memories(self) -> list[int]:
+        """The exports that were offered, for the caller to close.
+
+        As long as one is open, its memory is not free.
+        """
+        exports = [n for n, memory in self.memories.items() if memory.is_device]
+        return [self.memories.pop(number).fd for number in exports]
 
     def end(self) -> None:
         """The peer is gone: tell whoever asked, give its descriptors back. Once."""
@@ -225,8 +231,7 @@ class Peer:
         callbacks, self._on_end = self._on_end, []
         for then in callbacks:
             then()
-        for memory in self.memories.values():
-            os.close(memory.fd)
+        self.close([memory.fd for memory in self.memories.values()])
         self.memories.clear()
         if self.credentials.pidfd is not None:
             os.close(self.credentials.pidfd)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.control import convert, errors
 from kvd.control.access import descriptors
+from kvd.control.access.closing import close_all
 from kvd.control.access.peers import Context, Peer, Peers, Role
 from kvd.control.errors import MoverStartFailed
 from kvd.control.registration.gpu_capacity import GpuCapacity, in_words
@@ -23,6 +24,7 @@ from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GpuConfig, check_config, check_group_count
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
 from kvd.runtime.fleet import MoverOwner
+from kvd.runtime.threads import to_its_end
 from kvd_proto.limits import MAX_RANKS, MAX_REGIONS
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
 from kvd_proto.v1 import worker_pb2 as pb
@@ -89,7 +91,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         peer = self._peers.behind(context, Role.WORKER)
         mover = self._engines.registered(peer, request.registration_id)
         await self._driver.end_rank(mover, "its worker unregistered")
-        peer.drop_device_memories()
+        await to_its_end(close_all, peer.take_device_memories())
         return pb.UnregisterRankResponse()
 
     async def MarkReady(  # noqa: N802 - gRPC's name
