@@ -6,7 +6,8 @@ import enum
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,19 @@ _OUTCOMES = tuple(TransferOutcome)
 
 
 def pack_config(config: MoverConfig, ring_fd: int, board_fd: int, event_fd: int) -> bytes:
-    fields = asdict(config)
+    """The whole configuration. Fragments may be thousands: only their numbers are said."""
+    fields = asdict(replace(config, groups=()))
+    fields["groups"] = [
+        {
+            "num_blocks": group.num_blocks,
+            "blocks_per_block": group.blocks_per_block,
+            "part_bytes": group.part_bytes,
+            "fragments": [
+                number for f in group.fragments for number in (f.region, f.base, f.stride, f.bytes)
+            ],
+        }
+        for group in config.groups
+    ]
     fields["extents"]["directory"] = str(config.extents.directory)
     fields["channel"] = (ring_fd, board_fd, event_fd)
     return json.dumps(fields, default=bytes.hex).encode()
@@ -110,7 +123,7 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
             group["num_blocks"],
             group["blocks_per_block"],
             group["part_bytes"],
-            tuple(FragmentSpec(**fragment) for fragment in group["fragments"]),
+            tuple(starmap(FragmentSpec, zip(*[iter(group["fragments"])] * 4, strict=True))),
         )
         for group in fields["groups"]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,11 @@ from kvd.core.engines.meeting import EngineStart
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId, MoverId
 from kvd.mover.facts import MoverFacts
-from kvd.mover.layout import GpuConfig, check_config, check_group_count
+from kvd.mover.layout import FRAGMENTS_AT_ONCE, GpuConfig, check_group_count, checks_of
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
 from kvd.runtime.fleet import MoverOwner
 from kvd.runtime.threads import to_its_end
+from kvd.runtime.turns import Pace
 from kvd_proto.limits import MAX_RANKS, MAX_REGIONS
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
 from kvd_proto.v1 import worker_pb2 as pb
@@ -32,6 +34,7 @@ from kvd_proto.v1 import worker_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_FRAGMENTS_IN_ALL = 16384  # each is looked at several times, on the event loop
+FRAGMENTS_A_UNIT = 4  # of a pace
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -58,8 +61,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             agreed = rank_layout(request, start)
             self._engines.check_place(start, peer, agreed)
-            config = self._mover_config(request, agreed, rank_memory(request, peer), start)
-            check_config(config)
+            pace = Pace(self._driver.turns, peer.uid)
+            fragments = await fragments_of(request, pace)
+            config = self._mover_config(
+                request, agreed, rank_memory(request, peer), start, fragments
+            )
+            for _ in checks_of(config):
+                await pace.spend(FRAGMENTS_AT_ONCE // FRAGMENTS_A_UNIT)
             start = await self._claim_place(request, peer)
             require_kept(config, peer)
             mover = await self._start(config, MoverOwner(peer.uid, peer.token))
@@ -113,17 +121,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         agreed: RankLayout,
         memory: RankMemory,
         start: EngineStart,
+        fragments: Sequence[tuple[FragmentSpec, ...]],
     ) -> MoverConfig:
         groups = tuple(
             GroupMap(
                 num_blocks=group.num_blocks,
                 blocks_per_block=figures.blocks_per_block,
                 part_bytes=figures.blocks_per_block * figures.engine_block_bytes,
-                fragments=tuple(
-                    FragmentSpec(f.memory, f.base, f.stride, f.bytes) for f in group.fragments
-                ),
+                fragments=mine,
             )
-            for group, figures in zip(request.groups, agreed.groups, strict=True)
+            for group, figures, mine in zip(request.groups, agreed.groups, fragments, strict=True)
         )
         return MoverConfig(
             mover=self._driver.allocate_mover_id(),
@@ -205,6 +212,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._engines.check_place(start, peer, rank_layout(request, start))
             if not await self._engines.vacate(start, request.rank):
                 return start
+
+
+async def fragments_of(
+    request: pb.RegisterRankRequest, pace: Pace
+) -> list[tuple[FragmentSpec, ...]]:
+    """Those of each group, read a few at a time."""
+    found = []
+    for group in request.groups:
+        mine: list[FragmentSpec] = []
+        for start in range(0, len(group.fragments), FRAGMENTS_AT_ONCE):
+            some = group.fragments[start : start + FRAGMENTS_AT_ONCE]
+            mine += [FragmentSpec(f.memory, f.base, f.stride, f.bytes) for f in some]
+            await pace.spend(len(some) // FRAGMENTS_A_UNIT)
+        found.append(tuple(mine))
+    return found
 
 
 def require_kept(config: MoverConfig, peer: Peer) -> None:
