@@ -81,7 +81,8 @@ class FairQueue:
 class EndsInTurn:
     """Ends of clients, one at a time with turns of the loop between them; users take turns.
 
-    Each takes a millisecond or two, and with a process all that it had open ends at once.
+    Each takes a millisecond or two, and with a process all that it had open ends at once. What else
+    of a client's would take as long is done likewise.
     """
 
     def __init__(self, turns: FairQueue) -> None:

@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control.access.companion import MAX_ENGINE_CONNECTIONS_OF_A_USER, CompanionServer
+from kvd.control.access.companion import (
+    MAX_ENGINE_CONNECTIONS_OF_A_USER,
+    MESSAGES_AT_ONCE,
+    CompanionServer,
+)
 from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Peers, Role
-from kvd.core.errors import InvalidArgument, LimitExceeded
+from kvd.core.errors import InvalidArgument, LimitExceeded, UnknownNamespace
 from kvd.runtime.turns import EndsInTurn, FairQueue
-from tests.control.test_companion_socket import HELLO
+from kvd_proto.v1 import companion_pb2
+from tests.control.test_companion_socket import HELLO, framed
 
 
 def test_a_connection_registers_only_so_often() -> None:
@@ -83,7 +88,40 @@ async def test_a_client_that_opened_nothing_makes_room_at_once(tmp_path: Path) -
             client.sendall(HELLO)
             while not peers:  # noqa: ASYNC110 - it lets the server go on
                 await asyncio.sleep(0)
+            client.shutdown(socket.SHUT_RDWR)  # a thread that closes may hold it for a moment
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not len(peers)
+    server.close()
+
+
+async def test_messages_that_come_together_are_handled_a_few_at_a_time(tmp_path: Path) -> None:
+    """Else one client that sends thousands stops the daemon ten milliseconds at a time."""
+    asked = 0
+
+    def page_of(_peer: Peer, _number: int) -> int:
+        nonlocal asked
+        asked += 1
+        raise UnknownNamespace("none")
+
+    path = str(tmp_path / "companion")
+    server = CompanionServer(Peers(), page_of, lambda _uid: True, EndsInTurn(FairQueue()))
+    server.listen(path, 0o600)
+    page = framed(companion_pb2.CompanionRequest(get_page=companion_pb2.GetPage()))
+    many = 20 * MESSAGES_AT_ONCE
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        client.sendall(HELLO + many * page)
+        client.setblocking(False)
+        most = 0
+        while asked < many:
+            before = asked
+            await asyncio.sleep(0)
+            most = max(most, asked - before)
+            with contextlib.suppress(BlockingIOError):
+                client.recv(1 << 20)
+        assert most <= MESSAGES_AT_ONCE
+        client.sendall(page)
+        while asked == many:  # noqa: ASYNC110 - it lets the server go on
+            await asyncio.sleep(0)
     server.close()
