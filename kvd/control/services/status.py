@@ -13,6 +13,7 @@ from kvd.control.access.peers import Peer
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespaces import Namespaces
 from kvd.control.registration.rendezvous import Rendezvous
+from kvd.control.services.figures import RecentFigures
 from kvd.control.sessions.session import SessionContext
 from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
@@ -67,6 +68,7 @@ class StatusReport:
         self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, common: SessionContext
     ) -> None:
         self._driver = driver
+        self._recent = RecentFigures(driver.machine.statistics)
         self._engines = engines
         self._namespaces = namespaces
         self._sessions = common.sessions
@@ -105,7 +107,7 @@ class StatusReport:
         self, peer: Peer, tenants: TenantPolicy, place: PoolPlace, request: pb.StatusRequest
     ) -> pb.StatusResponse:
         """All that the caller may see, a page of it. Operators see everything."""
-        now = self._driver.machine.statistics()
+        now = self._recent.get()
         pace = Pace(self._driver.turns, peer.uid)
         sessions = [
             s
@@ -163,7 +165,7 @@ class StatusReport:
 
     async def namespaces(self, peer: Peer, after: int) -> tuple[list[pb.NamespaceStatus], bool]:
         """A page of the namespaces that the caller may see, and whether there are more."""
-        now = self._driver.machine.statistics()
+        now = self._recent.get()
         pace = Pace(self._driver.turns, peer.uid)
         return await self._namespace_statuses(peer, now, after, pace)
 
