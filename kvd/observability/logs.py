@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import sys
 import time
 from typing import TextIO
@@ -21,7 +22,6 @@ LEVELS = {
     "error": logging.ERROR,
 }
 
-
 # Whom a line is about, as `extra` says: fields of their own in JSON.
 ABOUT = ("user", "tenant", "engine", "session", "namespace", "rank", "mover", "request")
 # What the journal calls a level, by the least level that it is for: syslog(3).
@@ -32,6 +32,8 @@ _PRIORITIES = (
     (logging.INFO, 6),
     (logging.NOTSET, 7),
 )
+PIECE_BYTES = 4096  # a pipe that has room at all has room for so much
+LAST_WORDS_SECONDS = 1.0  # that a line which ends the daemon waits for room
 
 
 class TextFormatter(logging.Formatter):
@@ -85,6 +87,55 @@ class JournalFormatter(logging.Formatter):
         return "\n".join(f"<{priority}>{line}" for line in lines)
 
 
+class PromptHandler(logging.StreamHandler[TextIO]):
+    """Writes lines, and waits for nobody who does not read them.
+
+    Else one pipe that is full would stop the daemon. A line for which there is no room is left out,
+    and the next one that is written says how many. The last words of a daemon wait for a moment.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._left_out = 0
+        self._is_cut = False  # the last line has no end
+        self._room = select.poll()
+        try:
+            self._fd: int | None = stream.fileno()
+            self._room.register(self._fd, select.POLLOUT)
+        except (OSError, ValueError):  # it is no file
+            self._fd = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's line where there is room for it."""
+        if self._fd is None:
+            super().emit(record)
+            return
+        try:
+            lines = f"{self.format(record)}\n"
+            if self._left_out:
+                lines = f"{self.format(_left_out(self._left_out))}\n{lines}"
+            if self._is_cut:
+                lines = f"\n{lines}"
+            wait_s = LAST_WORDS_SECONDS if record.levelno >= logging.CRITICAL else 0.0
+            self._write(self._fd, lines.encode(errors="backslashreplace"), wait_s)
+        except Exception:  # noqa: BLE001 - as logging's own do
+            self.handleError(record)
+
+    def _write(self, fd: int, lines: bytes, wait_s: float) -> None:
+        for start in range(0, len(lines), PIECE_BYTES):
+            if not self._room.poll(wait_s * 1e3):
+                self._left_out += 1
+                self._is_cut = self._is_cut or start > 0
+                return
+            os.write(fd, lines[start : start + PIECE_BYTES])  # there is room for all of it
+        self._left_out, self._is_cut = 0, False
+
+
+def _left_out(lines: int) -> logging.LogRecord:
+    message = f"{lines} lines were left out: nobody read the log"
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
+
+
 def goes_to_journal(stream: TextIO) -> bool:
     """Whether the journal reads what is written there: systemd says so, by device and inode."""
     try:
@@ -106,7 +157,7 @@ log = logging.getLogger(__name__)
 def start(level: str, form: str, stream: TextIO | None = None) -> Floods:
     """Send log records to the stream (standard error), from this level on, unless too many come."""
     stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler = PromptHandler(stream)
     limits = Floods()
     handler.addFilter(limits)
     formatter = JsonFormatter() if form == "json" else TextFormatter()

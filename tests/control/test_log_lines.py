@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvd.observability.logs import JournalFormatter, JsonFormatter, TextFormatter, goes_to_journal
+from kvd.observability.logs import (
+    JournalFormatter,
+    JsonFormatter,
+    PromptHandler,
+    TextFormatter,
+    goes_to_journal,
+)
 from tests.control.daemon_rig import RawEngine, identity
 from tests.control.running_daemon import RunningDaemon, daemon
 
@@ -82,3 +89,25 @@ def test_what_a_name_holds_reaches_no_terminal_by_json(name: str) -> None:
     assert line.isprintable()
     assert line.isascii()
     assert json.loads(line)["message"] == f"tenant {name}"
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up_and_tells_what_it_lacks() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream, open(reading, "rb") as reader:  # noqa: PTH123 - descriptors
+        handler = PromptHandler(stream)
+        handler.setFormatter(TextFormatter())
+
+        def say(message: str) -> None:
+            handler.emit(logging.LogRecord("test", logging.INFO, "", 0, message, None, None))
+
+        for number in range(1000):
+            say(f"line {number} {'x' * 1000}")
+        os.set_blocking(reading, False)
+        first = reader.read().decode().splitlines()
+        assert 10 < len(first) < 1000
+        say("read again")
+        rest = reader.read().decode().splitlines()
+        assert f"{1000 - len(first)} lines were left out" in rest[-2]
+        assert rest[-1].endswith("read again")
+        say("the next")
+        assert "left out" not in reader.read().decode()
