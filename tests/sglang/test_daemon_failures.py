@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.daemon_process import DaemonProcess
-from tests.sglang.rig import HURRIED, PAGE_TOKENS, Rank, wait_for
+from tests.sglang.rig import HURRIED, PAGE_TOKENS, PATIENT, Rank, wait_for
 
 TOKENS = list(range(3000, 3000 + PAGE_TOKENS * 30))
 LONG_S = 30.0  # no call may take so long, on however slow a machine
@@ -42,6 +44,19 @@ def test_an_absent_daemon_is_a_miss_and_is_used_once_it_is_there(
     done, found = rank.prefetch(TOKENS)
     assert done == len(TOKENS)
     assert not rank.wrong_pages(found, done, seed=1)
+
+
+def test_a_daemon_that_refuses_is_not_called_an_absent_one(
+    daemon: DaemonProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tmp_path / "kvd.toml"
+    settings.write_text(f"[tenants.others]\nuids = [{os.getuid() + 1}]\n")
+    daemon.more_flags = ("--config", str(settings))
+    daemon.start()
+    Rank(daemon.socket, options=PATIENT | {"register_wait_s": 3.0}).close()
+    [said] = [line for line in caplog.messages if "it is tried again" in line]
+    assert "not usable yet (PERMISSION_DENIED: the policy gives uid" in said
+    assert "no daemon" not in said
 
 
 def test_a_daemon_killed_in_mid_run_takes_nothing_along(daemon: DaemonProcess, rank: Rank) -> None:

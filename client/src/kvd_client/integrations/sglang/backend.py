@@ -100,7 +100,7 @@ class KvdHiCache(HiCacheStorage):
         self._is_complete = True
         for batches in self._opened:
             if not batches.wait_usable(self.options.register_wait_s):
-                log.warning("kvd: no daemon yet (%s); it is looked for", batches.problem)
+                log.warning("kvd: not usable yet (%s); it is tried again", batches.problem)
                 break
 
     def _is_replicated(self, host_pool: HostPool) -> bool:
