@@ -192,7 +192,7 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
         f"  session {s.session_id} rank {r.rank} copies by {r.copier}: {r.copier_note}"
         for s in status.sessions
         for r in s.ranks
-        if r.copier_note
+        if r.copier and r.copier_note  # an earlier daemon names no copier
     )
     yield from _gpus(status)
 

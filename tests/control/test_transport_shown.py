@@ -130,6 +130,11 @@ def test_status_says_what_copies_and_why_it_is_not_faster() -> None:
     assert sum("native-avx2" in line for line in lines) == 1
 
 
+def test_status_of_an_earlier_daemon_has_no_line_of_a_copier_without_a_name() -> None:
+    earlier = pb.RankStatus(transport="host-shm", copier_note="no compiler was there")
+    assert not [line for line in as_text(status_of(earlier)) if "copies by" in line]
+
+
 def test_the_log_says_what_copies_and_why_it_is_not_faster() -> None:
     slow, fast = (MoverFacts.of_host_memory(level, "it is off") for level in (None, "avx512"))
     assert in_words(slow) == "host-shm, copied by numpy, since it is off"
