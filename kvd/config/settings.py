@@ -25,6 +25,7 @@ from kvd.config.values import (
     read_extent_size,
     read_gpu_size,
     read_group,
+    read_groups,
     read_mode,
     read_optional_path,
     read_path,
@@ -33,7 +34,7 @@ from kvd.config.values import (
     read_socket_path,
     read_switch,
     read_threshold,
-    read_uids,
+    read_users,
     whole_number,
 )
 from kvd.core.keys import TenantId
@@ -145,7 +146,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     read_mode: "MODE",
     read_group: "GROUP",
     read_address: "ADDRESS",
-    read_uids: "UIDS",
+    read_users: "USERS",
     read_switch: "true|false",
     read_checksums: "auto|on|off",
 }
@@ -282,8 +283,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "operators",
         [],
-        read_uids,
-        "user ids (numbers) of operators, beside root and the daemon's user",
+        read_users,
+        "operators beside root and the daemon's user, by number or name",
     ),
     Setting(
         "root_operates",
@@ -457,8 +458,8 @@ def _tenant(name: str, rule: Any, pool_bytes: int) -> TenantRule:
     if not name or len(name.encode()) > 256:
         raise ConfigError(f"{where}: a tenant's name has 1 to 256 bytes")
     readers: dict[str, Callable[[Any], Any]] = {
-        "uids": read_uids,
-        "gids": read_uids,
+        "uids": read_users,
+        "gids": read_groups,
         "quota": lambda v: read_quota(v, pool_bytes),
     }
     values: dict[str, Any] = {"uids": (), "gids": (), "quota": 0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import grp
 import os
+import pwd
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -198,13 +199,35 @@ def read_socket_path(value: Any) -> Path:
     return path
 
 
-def read_uids(value: Any) -> tuple[int, ...]:
-    parts = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise ValueError(  # noqa: TRY004 - one kind of error for every wrong value
-            "a list of numeric user ids"
-        )
-    return tuple(whole_number(0, 2**32 - 2)(part) for part in parts)
+def _read_ids(kind: str, database: str, look_up: Callable[[str], int]) -> Callable[[Any], Any]:
+    """A list of ids, or text with commas or spaces between them, each a number or a name."""
+
+    def read_one(part: Any) -> int:
+        text = str(part)
+        if isinstance(part, int) or (text.isascii() and text.lstrip("-").isdigit()):
+            return whole_number(0, 2**32 - 2)(part)
+        try:
+            return look_up(text)
+        except (KeyError, ValueError):  # ValueError: bytes that no name has
+            raise ValueError(
+                f"{kind}s by number, or by a name of this system (getent {database});"
+                f" it has no {kind} {text!r}"
+            ) from None
+
+    def read(value: Any) -> tuple[int, ...]:
+        parts = value.replace(",", " ").split() if isinstance(value, str) else value
+        if not isinstance(parts, list):
+            raise ValueError(  # noqa: TRY004 - one kind of error for every wrong value
+                f"a list of {kind}s, by number or name"
+            )
+        return tuple(read_one(part) for part in parts)
+
+    return read
+
+
+# Both may ask a directory service, which takes its time.
+read_users = _read_ids("user", "passwd", lambda name: pwd.getpwnam(name).pw_uid)
+read_groups = _read_ids("group", "group", lambda name: grp.getgrnam(name).gr_gid)
 
 
 def read_group(value: Any) -> str:

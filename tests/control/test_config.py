@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import pwd
 import re
 from pathlib import Path
 
@@ -95,7 +97,7 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
         (["--gpu-staging-bytes", "64KiB"], "gpu_staging_bytes"),
         (["--gpu-staging-bytes", "1048577"], "gpu_staging_bytes"),
         (["--log-level", "loud"], "log_level"),
-        (["--operators", "root"], "operators"),
+        (["--operators", "no-such-user"], "operators"),
         (["--any-filesystem", "perhaps"], "any_filesystem"),
         (["--payload-checksums", "automatic"], "payload_checksums"),
     ],
@@ -154,6 +156,36 @@ def test_tenants_have_users_and_quotas(write) -> None:  # type: ignore[no-untype
     assert load(file=file).tenants == (
         TenantRule(TenantId("acme"), frozenset({1000}), frozenset(), 1 << 28),
     )
+
+
+def test_users_and_groups_are_named_or_numbered(write) -> None:  # type: ignore[no-untyped-def]
+    user, group = pwd.getpwall()[-1], grp.getgrall()[-1]
+    tenant = f'[tenants.a]\nuids = ["{user.pw_name}", 7]\ngids = ["{group.gr_name}", "8"]\n'
+    loaded = load("--operators", f"{user.pw_name},9", file=write(tenant))
+    [rule] = loaded.tenants
+    assert rule.uids == {user.pw_uid, 7}
+    assert rule.gids == {group.gr_gid, 8}
+    assert loaded.operators == (user.pw_uid, 9)
+    assert load(file=write(settings.as_toml(loaded))) == loaded
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "said"),
+    [
+        ("uids", "no-such", "tenants.a.uids is ['no-such']; it must be users by number, or by"),
+        ("uids", "no-such", "(getent passwd); it has no user 'no-such'"),
+        ("gids", "no-such", "(getent group); it has no group 'no-such'"),
+        ("uids", r"ro\u0000ot", "it has no user 'ro\\x00ot'"),
+        ("uids", "", "it has no user ''"),
+        ("uids", "-1", "a whole number from 0 to 4294967294"),
+        ("gids", "4294967295", "a whole number from 0 to 4294967294"),
+    ],
+)
+def test_a_user_that_the_system_does_not_know_is_refused_by_field_and_name(  # type: ignore[no-untyped-def]
+    write, field: str, given: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(file=write(f'[tenants.a]\n{field} = ["{given}"]\n'))
 
 
 def test_shares_of_a_pool_that_stands_are_of_its_own_size(write) -> None:  # type: ignore[no-untyped-def]

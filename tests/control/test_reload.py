@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import pwd
 import signal
 import sys
 import threading
@@ -113,8 +114,8 @@ def test_what_needs_a_restart_is_refused_by_name_and_the_rest_is_taken(
 
 @pytest.mark.parametrize(
     "text",
-    ["no toml", 'pool_size = "4GiB"\n', '[tenants.acme]\nuids = ["me"]\n', "", "# of kvd\n"],
-    ids=["no toml", "unknown key", "wrong value", "emptied", "comments alone"],
+    ["no toml", 'pool_size = "4GiB"\n', '[tenants.acme]\nuids = ["no-such"]\n', "", "# of kvd\n"],
+    ids=["no toml", "unknown key", "unknown user", "emptied", "comments alone"],
 )
 def test_settings_that_cannot_be_read_change_nothing(running: Configured, text: str) -> None:
     before = quotas(running)
@@ -174,6 +175,16 @@ def test_a_file_that_is_gone_takes_nothing_back(
     running.file.unlink()
     assert "can't be read: No such file" in running.tell_to_reload()
     assert quotas(running) == before
+
+
+def test_a_reload_asks_anew_whom_a_name_means(running: Configured) -> None:
+    engine = RawScheduler(running.socket)
+    name = pwd.getpwuid(os.getuid()).pw_name
+    said = running.reload(f'[tenants.acme]\nuids = ["{name}"]\nquota = "8MiB"\n')
+    assert f"{DONE}; changed: tenants" in said
+    engine.step(end_step=True)  # it is the same tenant's still
+    engine.close()
+    assert quotas(running) == {"acme": 8 << 20}
 
 
 def test_a_reload_that_changes_nothing_keeps_what_an_operator_set(running: Configured) -> None:
