@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvd.config.settings import SETTINGS, Config, ConfigError
 from kvd.control import audit
+from kvd.control.notify import notify
 from kvd.control.server import ControlServer
 from kvd.core import events as ev
 from kvd.observability import logs
@@ -16,10 +17,30 @@ from kvd.runtime.turns import Pace
 
 log = logging.getLogger(__name__)
 
+# The machine's, which one event changes.
+_TERMS = (
+    "lease_share",
+    "private_grace_seconds",
+    "submit_deadline_seconds",
+    "copy_deadline_seconds",
+)
 # Every other one is refused by name: it needs a restart.
-CHANGEABLE = ("log_level", "drain_seconds", "operators", "root_operates", "tenants")
+CHANGEABLE = (
+    *("log_level", "drain_seconds", "operators", "root_operates", "tenants"),
+    *("sessions_per_user", *_TERMS),
+)
 QUOTA_UNITS = 4  # of a pace: an event, and a line of the log
 _ALL = (*(setting.name for setting in SETTINGS), "tenants", "tiers")
+
+
+def machine_terms(config: Config) -> ev.TermsChanged:
+    """What the machine goes by, of these settings."""
+    return ev.TermsChanged(
+        lease_share=config.lease_share,
+        submit_deadline_ns=int(config.submit_deadline_seconds * 1e9),
+        copy_deadline_ns=int(config.copy_deadline_seconds * 1e9),
+        private_grace_ns=int(config.private_grace_seconds * 1e9),
+    )
 
 
 class Reloader:
@@ -32,14 +53,15 @@ class Reloader:
     async def reload(self, control: ControlServer) -> None:
         """Bring the settings in force up to date. What can't be read changes nothing.
 
-        Nobody waits for thousands of tenants: they are read by a thread, and their quotas are set
-        a few at a time.
+        The log says what came of it, and `systemctl status`. Nobody waits for thousands of tenants:
+        they are read by a thread, and their quotas are set a few at a time.
         """
         before = self.config
         try:
             wanted = await asyncio.to_thread(self._read)
         except ConfigError as error:
             log.error("the settings were not reloaded, and nothing has changed: %s", error)  # noqa: TRY400
+            self._tell_systemd("; the last reload changed nothing: the log says why")
             return
         changed = [name for name in _ALL if getattr(before, name) != getattr(wanted, name)]
         taken = [name for name in changed if name in CHANGEABLE]
@@ -50,14 +72,23 @@ class Reloader:
             log.warning(
                 "these settings need a restart and stay as they were: %s", ", ".join(refused)
             )
+        self._tell_systemd(f"; need a restart: {', '.join(refused)}" if refused else "")
         log.warning("the settings were reloaded; changed: %s", ", ".join(taken) or "nothing")
+
+    def _tell_systemd(self, more: str) -> None:
+        """Whoever reloads by systemctl may not look into the log, or its level leaves this out."""
+        notify(f"STATUS=serving on {self.config.socket}{more}", room_s=0)
 
     async def _apply(self, before: Config, control: ControlServer) -> None:
         config = self.config
         if config.log_level != before.log_level:
             logs.set_level(config.log_level)
+        if machine_terms(config) != machine_terms(before):
+            control.driver.call(machine_terms(config))
+        common = control.common
+        common.terms = replace(common.terms, sessions_per_user=config.sessions_per_user)
         control.tenants.replace(config.tenants, config.operators, root=config.root_operates)
-        for session in control.common.end_other_tenants():
+        for session in common.end_other_tenants():
             audit.note("reload", None, session_ended=session)
         old = {rule.tenant: rule.quota_bytes for rule in before.tenants}
         new = {rule.tenant: rule.quota_bytes for rule in config.tenants}

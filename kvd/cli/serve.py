@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import uvloop
 import kvd
 from kvd.cli.exits import EXIT_FAILED
 from kvd.cli.left_behind import MadeDirectories
-from kvd.cli.reload import Reloader
+from kvd.cli.reload import Reloader, machine_terms
 from kvd.config.settings import Config, unknown_variables
 from kvd.control.access import descriptors
 from kvd.control.access.tenants import TenantPolicy
@@ -169,10 +170,7 @@ class Daemon:
                 policy=config.policy,
                 store_threshold=config.store_threshold,
                 lease_ttl_ns=config.lease_ttl_ms * 1_000_000,
-                lease_share=config.lease_share,
-                private_grace_ns=int(config.private_grace_seconds * 1e9),
-                submit_deadline_ns=int(config.submit_deadline_seconds * 1e9),
-                copy_deadline_ns=int(config.copy_deadline_seconds * 1e9),
+                **asdict(machine_terms(config)),
                 extent_nodes=pool.extent_nodes,
                 tag_secret=pool.tag_secret,
                 namespaces=descriptors.most_namespaces(MAX_NAMESPACES),

@@ -449,6 +449,16 @@ class QuotaSet:
 
 
 @dataclass(frozen=True, slots=True)
+class TermsChanged:
+    """Decisions follow these from now on; what is leased, or lasts until a time, stays so."""
+
+    lease_share: float
+    submit_deadline_ns: int
+    copy_deadline_ns: int
+    private_grace_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class DrainStarted:
     """No new store is admitted from now on."""
 
@@ -574,6 +584,7 @@ Event = (
     | TransferFinished
     | NamespaceCleared
     | QuotaSet
+    | TermsChanged
     | DrainStarted
     | DrainEnded
     | TimerTicked

@@ -60,8 +60,12 @@ class Machine:
 
     def __init__(self, config: MachineConfig, probes: Probes = BY_NUMPY) -> None:
         assert config.policy in POLICY_NAMES, f"no policy is named {config.policy}"
-        self.config = config
         self.state = State(config, probes)
+
+    @property
+    def config(self) -> MachineConfig:
+        """The settings in force."""
+        return self.state.config
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Apply one event. A KvdError means that nothing was changed."""
@@ -327,6 +331,7 @@ def _apply_upkeep(
     | ev.RowZeroed
     | ev.NamespaceCleared
     | ev.QuotaSet
+    | ev.TermsChanged
     | ev.DrainStarted
     | ev.DrainEnded
     | ev.TimerTicked
@@ -351,6 +356,8 @@ def _apply_upkeep(
             clear.namespace_cleared(turn, event)
         case ev.QuotaSet():
             operator.quota_set(turn, event)
+        case ev.TermsChanged():
+            operator.terms_changed(turn.state, event)
         case ev.DrainStarted():
             turn.state.draining = True
         case ev.DrainEnded():

@@ -7,6 +7,7 @@ import itertools
 import os
 import pwd
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,15 +21,21 @@ from kvd.cli.reload import CHANGEABLE, QUOTA_UNITS, Reloader
 from kvd.config import SETTINGS, Config, load
 from kvd.config.settings import MAX_CONFIG_BYTES
 from kvd.control.access.tenants import TenantPolicy
+from kvd.control.sessions.session import SessionTerms
 from kvd.core.events import QuotaSet
 from kvd.runtime.turns import UNITS_AT_ONCE, FairQueue
 from kvd_proto.v1 import engine_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,
+    RawEngine,
     RawScheduler,
     RunningDaemon,
+    block,
     hashes,
+    identity,
+    query,
     refusal,
+    store_job,
 )
 from tests.waiting import wait_until
 
@@ -38,6 +45,7 @@ IGNORING = (
 )
 HEEDING = IGNORING.replace("SIG_IGN", "SIG_DFL")  # whoever runs the tests may ignore it (nohup)
 DONE = "the settings were reloaded"
+HIT = 1
 
 
 class Configured(RunningDaemon):
@@ -96,6 +104,61 @@ def test_tenants_quotas_and_log_level_change_while_engines_go_on(running: Config
     engine.close()
     assert running.stop() == 0
     assert "INFO kvd.cli.serve: draining" not in running.log.read_text()
+
+
+def test_what_an_engine_may_hold_and_open_changes_while_it_goes_on(running: Configured) -> None:
+    tenant = running.file.read_text()
+    engine = RawEngine(running.socket)
+    engine.store({number: block(number) for number in range(64)})
+    asked = engine_pb2.LookupRequest(
+        session_id=engine.scheduler.id, queries=[query(list(range(64)))]
+    )
+
+    def leased() -> int:
+        (answer,) = engine.scheduler.call(engine.scheduler.engine.Lookup, asked).answers
+        return sum(status & 3 == HIT for status in answer.statuses)
+
+    said = running.reload(f"lease_share = 0.01\nsessions_per_user = 1\n{tenant}")
+    assert f"{DONE}; changed: sessions_per_user, lease_share" in said
+    assert leased() == 20  # 0.01 of 8 MiB
+    other = RawScheduler(running.socket, identity=identity("e1"))
+    assert refusal(lambda: other.opened)[1] == "LIMIT_EXCEEDED"
+    other.close()
+    running.reload(f"lease_share = 0.25\nsubmit_deadline_seconds = 0.5\n{tenant}")
+    assert leased() == 64
+    second = RawScheduler(running.socket, identity=identity("e1"))
+    assert second.opened.session_id
+    second.close()
+    job = store_job(99, [1000], [0])
+    engine.scheduler.step(stores=[job], end_step=True)  # whose rank says nothing
+    assert engine.ended(99).reason == "EXPIRED"
+    engine.close()
+
+
+def test_systemd_hears_what_needs_a_restart_and_that_a_reload_failed(tmp_path: Path) -> None:
+    running = Configured("")
+    running.environment["NOTIFY_SOCKET"] = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(running.environment["NOTIFY_SOCKET"])
+        systemd.settimeout(30)
+
+        def hears(status: str) -> bool:
+            return any(systemd.recv(4096).decode() == f"STATUS={status}" for _ in range(1000))
+
+        try:
+            running.start()
+            serving = f"serving on {running.socket}"
+            running.file.write_text('log_level = "error"\npolicy = "arc"\nsocket_mode = "0600"\n')
+            os.kill(running.pid, signal.SIGHUP)  # of which the log says nothing
+            assert hears(f"{serving}; need a restart: socket_mode, policy")
+            running.file.write_text("no toml")
+            running.tell_to_reload()
+            assert hears(f"{serving}; the last reload changed nothing: the log says why")
+            running.reload('log_level = "info"\n')
+            assert hears(serving)
+            assert running.stop() == 0
+        finally:
+            running.remove()
 
 
 def test_what_needs_a_restart_is_refused_by_name_and_the_rest_is_taken(
@@ -288,7 +351,8 @@ async def test_others_have_their_turns_while_thousands_of_quotas_change(tmp_path
     file.write_text(of_tenants("1MiB"))
     reloader = Reloader(load({"config": str(file)}, {}), read)
     file.write_text(of_tenants("2MiB"))
-    driver, common = CountingDriver(), SimpleNamespace(end_other_tenants=list)
+    driver, terms = CountingDriver(), SessionTerms(2000, 1)
+    common = SimpleNamespace(end_other_tenants=list, terms=terms)
     control: Any = SimpleNamespace(driver=driver, tenants=TenantPolicy(), common=common)
     reloading = asyncio.ensure_future(reloader.reload(control))
     seen: set[int] = set()

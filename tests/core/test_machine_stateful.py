@@ -203,7 +203,7 @@ class MachineRules(RuleBasedStateMachine):
         numbers=key_lists,
         whole=st.booleans(),
         kind=st.sampled_from(
-            ["close", "lose", "end", "epoch", "quota", "clear", "touch", "drop", "kill"]
+            ["close", "lose", "end", "epoch", "quota", "terms", "clear", "touch", "drop", "kill"]
         ),
         pick=st.integers(0, 9),
     )
@@ -220,6 +220,9 @@ class MachineRules(RuleBasedStateMachine):
             case "quota":
                 quota = [0, 0, 5, 20][pick % 4] * BLOCK
                 self.feed(ev.QuotaSet(1, SPECS[1 + 2 * (pick % 2)].tenant, quota))
+            case "terms":
+                share, lasting = (pick % 5 + 1) / 10, (pick + 1) * 100 * MS
+                self.feed(ev.TermsChanged(share, lasting, lasting, lasting))
             case "clear":
                 known = self.bench.machine.namespaces()
                 self.feed(ev.NamespaceCleared(1, known[pick % len(known)]))

@@ -1,11 +1,13 @@
-"""What operators and time do: quotas, and all that is due."""
+"""What operators and time do: quotas, terms, and all that is due."""
 
 from __future__ import annotations
+
+from dataclasses import asdict, replace
 
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import advice, hand_off, lease
 from kvd.core.errors import InvalidArgument
-from kvd.core.events import QuotaSet
+from kvd.core.events import QuotaSet, TermsChanged
 from kvd.core.model.backlog import Shrink
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
@@ -32,6 +34,11 @@ def quota_set(turn: Turn, event: QuotaSet) -> None:
     tenant.shrinking = tenant.excess(0) > 0
     if not tenant.shrinking:
         eviction.end_shrinking(turn, event.tenant)
+
+
+def terms_changed(state: State, event: TermsChanged) -> None:
+    """The settings that may change while the daemon runs are these from now on."""
+    state.config = replace(state.config, **asdict(event))
 
 
 def timer_ticked(turn: Turn) -> None:
