@@ -36,7 +36,8 @@ _SAID = {
     "NAMESPACE_CLEARED": "nothing is known of it since the namespace was cleared, {ago} before the"
     " request",
     "PENDING": "it was still being stored",
-    "LEASES": "it was there, but the tenant's leases were at their cap",
+    "LEASES": "it was there, but the tenant's leases had their share of the pool or of its quota"
+    " (lease_share): a longer prompt needs a larger pool, quota or share (docs/sizing.md)",
     "NO_SESSION": "the engine had no usable session: the daemon was away or silent, or a rank was"
     " not registered",
     "UNANSWERED": "the daemon did not answer the engine in time",

@@ -14,11 +14,13 @@ import click
 from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.cli.options import Checked, daemon_options
 from kvd.cli.printing import show_json, size, table
+from kvd.config.settings import SETTINGS
 from kvd.config.values import parse_size, whole_number
 
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
 }  # fmt: skip
+LEASE_SHARE: float = next(each.default for each in SETTINGS if each.name == "lease_share")
 TABLES_SHARE = 28  # one part in so many beside the blocks
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
@@ -175,6 +177,9 @@ def _pool(given: SimpleNamespace, block_bytes: int) -> dict[str, int]:
         said["tmpfs_bytes"] = said["pool_bytes"] + said["pool_bytes"] // TABLES_SHARE + (64 << 20)
     if given.pool_bytes:
         said["tokens_in_pool"] = given.pool_bytes // block_bytes * given.block_tokens
+    if pool_bytes := given.pool_bytes or said.get("pool_bytes"):
+        leased = max(int(pool_bytes * LEASE_SHARE) // block_bytes, 1)
+        said["longest_prompt_tokens"] = leased * given.block_tokens
     return said
 
 
@@ -193,6 +198,11 @@ def _lines(said: dict[str, Any], given: SimpleNamespace) -> Iterator[str]:
         )
     if "tokens_in_pool" in said:
         yield f"a pool of {size(given.pool_bytes)} holds {said['tokens_in_pool']} tokens"
+    if "longest_prompt_tokens" in said:
+        yield (
+            f"one request can load {said['longest_prompt_tokens']} tokens of it: a share of"
+            f" {LEASE_SHARE:g}, the default of lease_share (docs/sizing.md)"
+        )
 
 
 def _of_daemon(given: SimpleNamespace) -> int:

@@ -143,6 +143,11 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
     )
     why = f" ({pool.checksums_reason})" if pool.checksums_reason else ""
     yield f"checksums of the blocks' bytes: {'on' if pool.checksums else 'off'}{why}"
+    if status.blocks_not_leased:
+        yield (
+            f"{status.blocks_not_leased} times a block was there and could not be held:"
+            " leases had their share of the pool or quota (lease_share; docs/sizing.md)"
+        )
     yield ""
     yield from table(
         ("SESSION", "ENGINE", "NAMESPACE", "UID", "RANKS", "JOBS", "LEASES", "STATE"),

@@ -50,7 +50,11 @@ _COUNTERS = (
     ),
     ("kvd_lookup_misses", "Blocks that a call asked for and that were not there.", "misses"),
     ("kvd_lookup_pending", "Blocks looked up while stored, or sought in tiers.", "pending"),
-    ("kvd_lookup_retries", "Blocks found while the lease cap was reached: ask again.", "retries"),
+    (
+        "kvd_lookup_retries",
+        "Blocks found while leases had their share (lease_share): ask again.",
+        "retries",
+    ),
     ("kvd_stored_blocks", "Blocks that became readable.", "stored"),
     ("kvd_stored_bytes", "Bytes of the blocks that became readable.", "store_bytes"),
     ("kvd_loaded_blocks", "Blocks copied back to engines.", "loaded"),

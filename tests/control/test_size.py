@@ -52,9 +52,12 @@ def test_the_pool_for_so_many_tokens(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = json.loads(capsys.readouterr().out)
     assert (said["blocks"], said["block_bytes"]) == (62501, 2 << 20)
     assert said["pool_bytes"] == 62501 * (2 << 20)
+    assert said["longest_prompt_tokens"] == 62501 // 4 * 16
     words = ["size", str(tmp_path / "config.json"), "--kv-dtype", "fp8", "--pool-bytes", "1GiB"]
     assert main(words) == 0
-    assert "holds 16384 tokens" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "holds 16384 tokens" in shown
+    assert "one request can load 4096 tokens of it" in shown
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no JSON", '{"num_hidden_layers": 2}'])

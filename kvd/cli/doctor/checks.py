@@ -32,6 +32,7 @@ from kvd_proto.v1 import operator_pb2 as pb
 FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
 PIDFD_OF_PEERS = (6, 5)
 LEAST_PROCESSORS = 1.0
+NOT_LEASED_SHARE = 0.01  # of the blocks that were loaded: less is two who met for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +359,14 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
             )
         for note in sorted({r.copier_note for r in session.ranks if r.copier_note}):
             yield Diagnosis("daemon", f"ranks of {session.engine_id} copy slower", note, False)
+    if status.blocks_not_leased > status.blocks_loaded * NOT_LEASED_SHARE:
+        yield Diagnosis(
+            "daemon",
+            f"{status.blocks_not_leased} times a block was there and could not be held for a"
+            " request: prompts are long for the share of the pool or quota that leases may have",
+            "a larger pool_bytes or quota, or a larger lease_share, by reload (docs/sizing.md)",
+            is_fault=False,
+        )
     for tier in status.tiers:
         if not tier.serving:
             why = tier.problem or "its process is being started"

@@ -128,6 +128,7 @@ class StatusReport:
             blocks_evicted=now.counters.evicted,
             blocks_stored=now.counters.stored,
             blocks_loaded=now.counters.loaded,
+            blocks_not_leased=now.counters.retries,
             curve=_curve(now) if tenants.user_operates(peer.uid) else None,
         )
         status.tenants.extend(await self._tenants(peer, tenants, now.tenants, pace))

@@ -68,7 +68,7 @@ class StatusRequest(_message.Message):
     def __init__(self, after_session_id: _Optional[int] = ..., after_namespace_id: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces", "tiers", "blocks_evicted", "blocks_stored", "blocks_loaded", "curve")
+    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces", "tiers", "blocks_evicted", "blocks_stored", "blocks_loaded", "curve", "blocks_not_leased")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class StatusResponse(_message.Message):
     BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
     CURVE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_NOT_LEASED_FIELD_NUMBER: _ClassVar[int]
     version: str
     incarnation: bytes
     uptime_seconds: float
@@ -107,7 +108,8 @@ class StatusResponse(_message.Message):
     blocks_stored: int
     blocks_loaded: int
     curve: ReuseCurve
-    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks_evicted: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., curve: _Optional[_Union[ReuseCurve, _Mapping]] = ...) -> None: ...
+    blocks_not_leased: int
+    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks_evicted: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., curve: _Optional[_Union[ReuseCurve, _Mapping]] = ..., blocks_not_leased: _Optional[int] = ...) -> None: ...
 
 class ReuseCurve(_message.Message):
     __slots__ = ("points", "uses", "sampled_share")
