@@ -73,7 +73,7 @@ def test_lint_finds_no_error() -> None:
 
 def test_by_default_there_is_one_daemon_a_node_and_its_settings(chart: helm.Chart) -> None:
     assert objects(chart).keys() == {
-        "DaemonSet", "ConfigMap", "ConfigMap-connection", "ServiceAccount",
+        "DaemonSet", "ConfigMap", "ConfigMap-connection", "ServiceAccount", "Pod-test",
     }  # fmt: skip
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvd.__main__ import main
 from kvd_client.integrations.vllm.options import KvdOptions
+from tests.control.running_daemon import daemon
 from tests.deploy.test_chart import CHART, chart, helm, objects, pod, settings
 from tests.deploy.test_chart_tiers import CLUSTER, DISK
 
@@ -86,6 +88,60 @@ def test_nothing_but_the_daemon_is_made_unless_asked(chart: helm.Chart) -> None:
         "Deployment-engine", "NetworkPolicy", "PodMonitor", "ServiceMonitor", "PrometheusRule",
         "ConfigMap-dashboard", "Service",
     }  # fmt: skip
+
+
+# -- helm test ----------------------------------------------------------------------------------
+
+
+def test_helms_test_asks_a_daemon_as_its_own_user_and_fails_where_none_answers(
+    chart: helm.Chart,
+) -> None:
+    placed = {"nodeSelector": {"disk": "big"}, "tolerations": [{"operator": "Exists"}]}
+    rendered = objects(chart, {"runDirectory": "/run/caches", **placed})
+    test, daemons = rendered["Pod-test"], rendered["DaemonSet"]["spec"]["template"]["spec"]
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    spec = test["spec"]
+    assert {name: spec[name] for name in placed} == placed
+    assert spec["securityContext"] == daemons["securityContext"]
+    [volume], [container] = spec["volumes"], spec["containers"]
+    assert volume["hostPath"]["path"] == "/run/caches"
+    [mounted] = container["volumeMounts"]
+    socket = f"--socket={mounted['mountPath']}/kvd.sock"
+    assert socket in container["args"]
+    with daemon() as running:
+        here = [f"--socket={running.socket}" if a == socket else a for a in container["args"]]
+        assert main(here) == 0
+    assert main(here) != 0
+
+
+def test_the_daemonset_does_not_take_helms_test_for_a_pod_of_its_own(chart: helm.Chart) -> None:
+    for values in ({}, {"fullnameOverride": "a" * 63, "nameOverride": "b" * 63}):
+        made = objects(chart, values)
+        daemons = made.pop("DaemonSet", None) or made.pop(f"DaemonSet{'a' * 63}")
+        [test] = [each["metadata"] for each in made.values() if each["kind"] == "Pod"]
+        wanted = daemons["spec"]["selector"]["matchLabels"]
+        assert not wanted.items() <= test["labels"].items()
+        assert all(len(each) <= 63 for each in (test["name"], *test["labels"].values()))
+        assert test["name"] != daemons["metadata"]["name"]
+
+
+def test_in_a_sidecar_nobody_else_could_ask(chart: helm.Chart) -> None:
+    assert "Pod-test" not in objects(chart, SIDECAR)
+
+
+@pytest.mark.parametrize("values", [{}, SIDECAR])
+def test_the_notes_say_where_the_status_page_is(chart: helm.Chart, values: dict[str, Any]) -> None:
+    given = {**values, "metrics": {"port": 9999}}
+    rendered = chart.render(given, name="demo", namespace="caches")
+    [notes] = [text for path, text in rendered.items() if path.endswith("NOTES.txt")]
+    assert "http://localhost:9999/status" in notes
+    [forward] = [line.split() for line in notes.splitlines() if "port-forward" in line]
+    kind, _, name = forward[-2].replace("ds/", "DaemonSet/").partition("/")
+    made = objects(chart, given)
+    assert any(
+        each["kind"].lower() == kind.lower() and each["metadata"]["name"] == name
+        for each in made.values()
+    )
 
 
 # -- sidecars -----------------------------------------------------------------------------------
