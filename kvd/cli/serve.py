@@ -29,7 +29,13 @@ from kvd.control.notify import feed_watchdog, notify
 from kvd.control.registration.gpu_capacity import GpuTerms
 from kvd.control.server import ControlServer, Place, make_directory
 from kvd.control.sessions.session import SessionTerms
-from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable, require_group
+from kvd.control.sockets import (
+    SocketTaken,
+    refuse_taken,
+    require_bindable,
+    require_group,
+    warn_where_closed,
+)
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
@@ -92,11 +98,12 @@ class Daemon:
     async def run(self) -> int:
         """Start, serve until told to stop, stop. The exit status."""
         self._handle_signals()
-        make_directory(self.config.socket)  # before the pool takes its time
+        require_group(self.config.socket_group)
+        make_directory(self.config.socket, self.config.socket_group)  # the pool takes its time
         refuse_taken(self.config.companion_socket)
         for path in (self.config.socket, self.config.companion_socket):
             require_bindable(path)
-        require_group(self.config.socket_group)
+        warn_where_closed(self.config.socket, self.config.socket_group)
         async with contextlib.AsyncExitStack() as stack:
             http = HttpServer(self._pages(), status_page.HEADERS)
             if self.config.http_port:

@@ -29,7 +29,14 @@ from kvd.control.services.operator import OperatorServicer
 from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.control.services.worker import WorkerServicer
 from kvd.control.sessions.session import SessionContext, SessionTerms
-from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
+from kvd.control.sockets import (
+    SocketFile,
+    alone_in,
+    let_group_enter,
+    missing_directories,
+    refuse_taken,
+    unused_name,
+)
 from kvd.core.errors import Draining
 from kvd.linux.own_directory import Wanted, require_place
 from kvd.runtime.driver import Driver
@@ -133,7 +140,7 @@ class ControlServer:
 
     async def listen(self, place: Place) -> None:
         """Take calls from now on. SocketTaken where another daemon does."""
-        make_directory(place.socket)
+        make_directory(place.socket, place.group)
         self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
         most = ("grpc.max_allowed_incoming_connections", descriptors.most_connections())
         server = grpc.aio.server(interceptors=[self._interceptor], options=(*_OPTIONS, most))
@@ -233,13 +240,17 @@ class ControlServer:
             await self._health.set(name, status)
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, group: str = "") -> None:
     """Make a socket's directory, where others can't put a socket of theirs in its place.
 
-    OSError, with the setting to change, where that can't be; NotTrustedError where they could.
+    The group, where one is named, may enter what is made here. OSError, with the setting to
+    change, where that can't be; NotTrustedError where others could.
     """
     try:
+        missing = missing_directories(path.parent)
         require_place(Wanted("the socket's directory", path.parent, 0o750))
+        if group:
+            let_group_enter(missing, group)
     except OSError as error:
         raise OSError(
             f"the socket's directory {path.parent} can't be made: {error.strerror}; choose another"

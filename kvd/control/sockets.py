@@ -138,6 +138,37 @@ def require_group(name: str) -> None:
         )
 
 
+def missing_directories(directory: Path) -> list[Path]:
+    """The directory and those above it, as far as they are not there."""
+    return [each for each in (directory, *directory.parents) if not each.exists()]
+
+
+def let_group_enter(made: list[Path], group: str) -> None:
+    """Directories that were made for a socket are the group's, which may enter them. OSError."""
+    for directory in made:
+        os.chown(directory, -1, grp.getgrnam(group).gr_gid)
+        directory.chmod(0o750)  # whatever the umask took away
+
+
+def warn_where_closed(socket_file: Path, group: str) -> None:
+    """Say where a directory that was there keeps the group out that may open the socket."""
+    if not group:
+        return
+    found = socket_file.parent.stat()
+    enters = stat.S_IXGRP if found.st_gid == grp.getgrnam(group).gr_gid else stat.S_IXOTH
+    if not found.st_mode & enters:
+        log.warning(
+            "%s keeps users of socket_group %s out (it is gid %d's, mode %04o), who may open the"
+            " socket in it: chgrp %s %s, and chmod 0750",
+            socket_file.parent,
+            group,
+            found.st_gid,
+            stat.S_IMODE(found.st_mode),
+            group,
+            socket_file.parent,
+        )
+
+
 def unused_name(path: Path) -> Path:
     """A name beside the path for a socket that is renamed to it, no longer than the companion's.
 

@@ -176,7 +176,8 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
     if not os.access(directory, os.X_OK) and directory.exists():
         owner = _owner(directory)
         problem = f"this user may not enter {directory}, which is {owner}"
-        yield Diagnosis("socket", problem, "join that group (usermod -aG), or be root")
+        fix = "join that group (usermod -aG), or have the directory and the socket given to one of"
+        yield Diagnosis("socket", problem, f"{fix} this user's: chgrp, and socket_group")
     elif not config.companion_socket.exists():
         yield Diagnosis(
             "socket",
