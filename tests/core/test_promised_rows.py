@@ -11,10 +11,21 @@ from kvd.core import events as ev
 from kvd.core.blocks import extent_fit
 from kvd.core.claims import lease
 from kvd.core.events import LeaseMode
-from kvd.core.keys import MoverId, NamespaceId, SessionId
+from kvd.core.keys import MoverId, NamespaceId, RequestId, SessionId
 from kvd.core.model import backlog, row_claims
 from kvd.core.room import reclaim
-from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
+from tests.core.bench import (
+    MS,
+    SECOND,
+    Bench,
+    context,
+    keys,
+    numbers_of,
+    only,
+    small,
+    spec,
+    verdict,
+)
 
 STEP = 100 * MS
 SLOTS = 16  # of a row
@@ -101,6 +112,52 @@ def test_leases_are_ended_a_few_in_each_event(monkeypatch: pytest.MonkeyPatch, b
         settle(bench, bench.tick(STEP))
         count()
     assert held[-1] == 64 - SLOTS
+
+
+def lease_what_is_left(bench: Bench, turn: int) -> None:
+    """Session 1 leases the last blocks of a row that is being emptied, as if it had been told."""
+    for row in bench.machine.state.emptying.values():
+        if len(row.left):
+            number = bench.pool.ready[int(row.left[-1])][1]
+            bench.lookup([number], 1, lease=LeaseMode.ALL, request=f"late {turn}")
+
+
+def seconds_against_who_leases_what_is_left(bench: Bench) -> float:
+    """How long session 2 asks for a row. Session 1 lets its late leases go as soon as they have
+    kept it a row, and stores again what it has lost.
+    """
+    began = bench.now_ns
+    for turn in range(1000):
+        made = bench.store([10_000 + turn], 2)
+        settle(bench, made)
+        if verdict(made).accepted:
+            return (bench.now_ns - began) / SECOND
+        bench.now_ns += STEP
+        made = bench.feed(ev.TimerTicked()) + bench.feed(ev.StepEnded(SessionId(1)))
+        lease_what_is_left(bench, turn)
+        while bench.machine.has_work():
+            made += bench.feed(ev.WorkContinued())
+            lease_what_is_left(bench, turn)
+        lost = {n for order in only(made, act.AnnounceRemoved) for n in numbers_of(order.keys)}
+        if lost and bench.machine.room(NamespaceId(1))[0] >= len(lost):
+            bench.finish(bench.store(sorted(lost), 1))
+        if not bench.machine.state.emptying:
+            bench.feed(ev.RequestsEnded(SessionId(1), (RequestId(f"late {turn}"),)))
+        settle(bench, made)
+    raise AssertionError("it waits for ever")
+
+
+@pytest.mark.parametrize("leased", [True, False])
+def test_leases_taken_while_a_row_is_emptied_keep_nobody_out_for_ever(
+    monkeypatch: pytest.MonkeyPatch, leased: bool
+) -> None:
+    monkeypatch.setattr(backlog, "EMPTIED_AT_ONCE", 2)
+    monkeypatch.setattr(backlog, "EMPTIED_IN_PASSING", 0)
+    bench = full()
+    if leased:
+        promise(bench)
+    bench.open(2, spec("b"))
+    assert seconds_against_who_leases_what_is_left(bench) < (reclaim.PROMISED_NS + SECOND) / SECOND
 
 
 def test_class_of_more_shards_than_the_pool_has_extents_keeps_nothing_from_others(

@@ -197,6 +197,11 @@ class LeasesLeft:
     session: SessionId | None = None
     leases: list[LeaseId] = field(default_factory=list)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all were looked at."""
+        return not (self.sessions or self.leases)
+
 
 @dataclass(slots=True, eq=False)
 class Row:

@@ -278,8 +278,7 @@ def _empty_row(turn: Turn, row: Row) -> None:
     row.copied_into = row.first_slot + np.flatnonzero(states == RESERVED)
     pin(state, owner, row.copied_into)
     if state.slots.leases[row.span].any():
-        sessions = (s.session for s in state.sessions.values() if s.namespace == owner.namespace)
-        row.leases = LeasesLeft(list(sessions))
+        row.leases = _leases_of(state, owner)
     # What isn't given up at once has a pin meanwhile, so that nobody counts on evicting it.
     row.left = ready_in(state, row)
     pin(state, owner, row.left)
@@ -288,18 +287,39 @@ def _empty_row(turn: Turn, row: Row) -> None:
 
 
 def _go_on_emptying(turn: Turn, row: Row) -> None:
-    """Take it back once it is empty; leave it alone where a block of it was promised meanwhile."""
+    """Take it back once it is empty; leave it alone where a block of it was promised meanwhile.
+
+    Not where somebody has waited so long that promises end: else whoever leases the right block at
+    the right time would keep its rows for ever.
+    """
     state = turn.state
     owner = row.size_class
     if row.leases is None and state.slots.leases[row.span].any():
-        _stop_emptying(state, row)
-        return
+        if not _has_waited(turn):
+            _stop_emptying(state, row)
+            return
+        row.leases = _leases_of(state, owner)
     give_up_left(turn, row, backlog.EMPTIED_AT_ONCE)
     if row.leases is not None and state.slots.leases[row.span].any():
+        if row.leases.is_over and not len(row.left):  # some were taken since; there can be no more
+            row.leases = _leases_of(state, owner)
         lease.end_leases_on(state, owner, row.span, row.leases)
     give_up_copied(turn, row)
     if may_retire(state, row):
         retire_row(turn, row)
+
+
+def _leases_of(state: State, owner: SizeClass) -> LeasesLeft:
+    """Those that may hold blocks of the class."""
+    return LeasesLeft(
+        [s.session for s in state.sessions.values() if s.namespace == owner.namespace]
+    )
+
+
+def _has_waited(turn: Turn) -> bool:
+    """Whether leases and hand-offs end for one of the claims that are served now."""
+    needy = turn.state.claims.needy.first(row_claims.CLAIMS_SERVED)
+    return any(turn.now_ns - claim.since_ns >= PROMISED_NS for claim in needy)
 
 
 def give_up_left(turn: Turn, row: Row, most: int) -> None:
