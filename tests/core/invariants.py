@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -278,9 +278,11 @@ def _check_tenants(state: State) -> None:
         leased = 0
         for owner in owned:
             for row in owner.rows.values():
-                held = int((state.slots.leases[row.span] > 0).sum())
-                leased += held * owner.block_bytes
+                leased += int((state.slots.leases[row.span] > 0).sum()) * owner.block_bytes
         assert tenant.leased_bytes == leased, "a tenant's bytes under leases"
+        leases = chain(state.backlog.leases, *(s.leases.values() for s in state.sessions.values()))
+        claims = sum(len(each.slots) for each in leases if each.size_class.tenant is tenant)
+        assert tenant.leased_claims == claims, "a tenant's leased blocks"
 
 
 def _check_tallies(state: State) -> None:

@@ -12,7 +12,7 @@ from kvd.core.keys import MoverId, RequestId, SessionId
 from kvd.core.model import backlog
 from kvd.core.model.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
 from kvd.core.tiers import search
-from tests.core.bench import SECOND, Bench, finished, only, small
+from tests.core.bench import SECOND, Bench, context, finished, keys, only, small
 from tests.core.replaying import replay
 from tests.core.test_tiers import stage
 
@@ -189,8 +189,38 @@ def test_ended_leases_count_until_their_claims_are_gone(monkeypatch: pytest.Monk
     assert list(_one_more(bench).statuses) == [HIT] * 4
 
 
-def _one_more(bench: Bench) -> act.Answer:
-    return bench.lookup(range(4), lease=ev.LeaseMode.PREFIX, request="one more")
+def test_blocks_of_a_tenants_leases_are_bounded_however_often_each_is_leased(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.core.claims.lease.MAX_LEASED_PER_TENANT", 4 * MANY + 3)
+    bench = small()
+    bench.open()
+    bench.open(2)
+    bench.stored(range(4))
+    leased(bench)
+    assert list(_one_more(bench, 2).statuses) == [HIT] * 3 + [RETRY]
+    held = bench.machine.state.sessions[SessionId(2)].leases
+    assert [each.slots.base for each in held.values()] == [None], "it keeps what it doesn't hold"
+    assert list(_one_more(bench, 2).statuses) == [RETRY] * 4
+    bench.feed(ev.EpochChanged(SessionId(1), "next"))
+    bench.work_off()
+    assert list(_one_more(bench, 2).statuses) == [HIT] * 4
+
+
+def test_a_lease_that_grows_counts_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.claims.lease.MAX_LEASED_PER_TENANT", 4)
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    first = bench.lookup(range(2), lease=ev.LeaseMode.PREFIX)
+    query = ev.Query(context(), 0, keys(1, 2), ev.LeaseMode.PREFIX, extends=first.lease)
+    bench.feed(ev.LookupRequested(SessionId(1), (query,)))
+    assert bench.leased(first) == 3
+    assert list(_one_more(bench).statuses) == [HIT, RETRY, RETRY, RETRY]
+
+
+def _one_more(bench: Bench, session: int = 1) -> act.Answer:
+    return bench.lookup(range(4), session, lease=ev.LeaseMode.PREFIX, request="one more")
 
 
 def test_blocks_of_an_epoch_go_after_the_leases_on_them() -> None:

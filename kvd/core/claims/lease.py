@@ -17,6 +17,8 @@ from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 
 MAX_LEASES_PER_SESSION = 16384
+# Blocks of leases of all its sessions, one counted again for each lease: eight bytes each.
+MAX_LEASED_PER_TENANT = 1 << 23
 LEASES_LOOKED_AT = 512  # in one event
 EXPIRED_AT_ONCE = 2048  # leases, in one event
 ENDED_AT_ONCE = 1024  # leases of requests that have ended, in one event
@@ -27,7 +29,8 @@ def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> 
     """How many of these slots, from the first on, a lease of this session may take."""
     if len(session.leases) + session.ended_leases >= MAX_LEASES_PER_SESSION:
         return 0
-    return within_cap(state, owner, slots)
+    room = max(0, MAX_LEASED_PER_TENANT - owner.tenant.leased_claims)
+    return min(room, within_cap(state, owner, slots))
 
 
 def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
@@ -54,6 +57,7 @@ def take_lease(
     session.leases[lease.lease] = lease
     session.by_request.setdefault(request, set()).add(lease.lease)
     claim(state, owner, slots)
+    owner.tenant.leased_claims += len(slots)
     return lease.lease
 
 
@@ -65,6 +69,7 @@ def hold(turn: Turn, session: Session, query: Query, owner: SizeClass, slots: Sl
         return take_lease(turn, session, query.context.request, owner, slots)
     fresh = state.slots.without(slots, lease.slots)
     claim(state, owner, fresh)
+    owner.tenant.leased_claims += len(fresh)
     lease.slots = np.concatenate([lease.slots, fresh])
     return lease.lease
 
@@ -119,8 +124,13 @@ def _give_up(state: State, session: Session, ended: list[Lease]) -> None:
             session.ended_leases += len(later)
             state.namespaces[session.namespace].ended_leases += len(later)
             return
-        unclaim(state, lease.size_class, lease.slots)
+        _let_go(state, lease)
         blocks += len(lease.slots)
+
+
+def _let_go(state: State, lease: Lease) -> None:
+    unclaim(state, lease.size_class, lease.slots)
+    lease.size_class.tenant.leased_claims -= len(lease.slots)
 
 
 def unclaim_ended(state: State) -> list[Session]:
@@ -128,7 +138,7 @@ def unclaim_ended(state: State) -> list[Session]:
     queue, blocks, over = state.backlog.leases, 0, []
     for _ in range(min(backlog.LEASES_AT_ONCE, len(queue))):
         lease = queue.popleft()
-        unclaim(state, lease.size_class, lease.slots)
+        _let_go(state, lease)
         session = state.sessions[lease.session]
         session.ended_leases -= 1
         state.namespaces[session.namespace].ended_leases -= 1

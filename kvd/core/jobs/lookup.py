@@ -76,7 +76,7 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
         leased = lease.leasable(state, session, owner, claimed)
         if leased < len(run):
             statuses[run[leased:]] = RETRY
-            claimed = claimed[:leased]
+            claimed = claimed[:leased].copy()  # a lease keeps it, and nothing more than it
         if leased:
             held = _lease(turn, session, query, owner, claimed, run)
     sources = _sources(state, statuses, slots) if state.below.tiers else b""
