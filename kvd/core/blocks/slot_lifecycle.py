@@ -18,7 +18,7 @@ from kvd.core.actions import (
     WriteFree,
     WriteReady,
 )
-from kvd.core.keys import I32, U64, KeyBatch, ScopeId, Slots
+from kvd.core.keys import I32, NO_SLOTS, U64, KeyBatch, ScopeId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Offer
@@ -27,6 +27,7 @@ from kvd.core.model.slots import QUARANTINED, READY, SlotState, coarse_stamp
 from kvd.core.model.state import Scope, State
 from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
+from kvd.core.model.unretained import MANY_PASSED, SEARCHED_AGAIN_NS, Sparing, Unretained
 from kvd.core.policy import AutoPolicy
 from kvd.core.policy.base import Sight
 
@@ -61,6 +62,8 @@ def occupy(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
     table.write_keys(slots, fresh.words)
     if state.has_retained:
         table.retained[slots] = 0
+        if owner.unretained is not None:
+            owner.unretained.add(slots, fresh.tags)
     if state.below.tiers:
         table.below[slots] = 0
         table.sources[slots] = 0
@@ -120,14 +123,37 @@ def evict(
 
 def _victims(turn: Turn, owner: SizeClass, count: int) -> Slots:
     """By the policy; retained blocks only where others are not enough."""
-    pins, retained = turn.state.slots.pins, turn.state.slots.retained
-    if owner.tenant.retentions:
-        now = coarse_stamp(turn.now_ns)
-        victims = owner.policy.evict(
-            count, lambda slots: (pins.take(slots) == 0) & (retained.take(slots) < now), turn.now_ns
-        )
+    if not owner.tenant.retentions:
+        owner.unretained = None
+        return _by_policy(turn, owner, count)
+    table, stamp = turn.state.slots, coarse_stamp(turn.now_ns)
+    if owner.unretained is None or turn.now_ns >= owner.unretained.until_ns:
+        sparing = Sparing(table, stamp)
+        victims = owner.policy.evict(count, sparing, turn.now_ns)
+        owner.unretained = _after(turn, sparing, victims)
         if victims is not None:
             return victims
+    first = NO_SLOTS
+    if owner.unretained is not None:
+        first = owner.unretained.take(table, count, stamp)
+        owner.policy.remove(first)
+    left = count - len(first)
+    return np.concatenate([first, _by_policy(turn, owner, left)]) if left else first
+
+
+def _after(turn: Turn, sparing: Sparing, victims: Slots | None) -> Unretained | None:
+    """What there is beside retained blocks, where the search had to pass by many of those."""
+    if victims is not None and sparing.passed <= MANY_PASSED:
+        return None
+    table, found = turn.state.slots, sparing.found()
+    found = found if victims is None else table.without(found, victims)
+    others = Unretained(turn.now_ns + SEARCHED_AGAIN_NS)
+    others.add(found, table.tags[found])
+    return others
+
+
+def _by_policy(turn: Turn, owner: SizeClass, count: int) -> Slots:
+    pins = turn.state.slots.pins
     victims = owner.policy.evict(count, lambda slots: pins.take(slots) == 0, turn.now_ns)
     assert victims is not None, "the policy found fewer evictable blocks than there are"
     return victims

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvd.core.actions import GrantRow
 from kvd.core.keys import NO_SLOTS, LeaseId, MoverId, NamespaceId, RowId, SessionId, Slots, TenantId
+from kvd.core.model.unretained import Unretained
 from kvd.core.model.unwanted import Unwanted
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.spec import GroupSpec
@@ -268,6 +269,7 @@ class SizeClass:
     needed_ns: int = LONG_AGO_NS
     emptying: dict[RowId, Row] = field(default_factory=dict)  # of its rows, those it loses
     unwanted: Unwanted = field(default_factory=Unwanted)  # its blocks that are to go first
+    unretained: Unretained | None = None  # where nearly all is retained, its blocks that are not
 
     block_bytes: int = field(init=False)
     shards: int = field(init=False)
