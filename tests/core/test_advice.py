@@ -122,6 +122,15 @@ def test_what_was_used_since_is_wanted(bench: Bench) -> None:
     assert bench.statuses([10, 11, 12, 13]) == "HHMM"
 
 
+def test_what_another_request_retains_at_once_is_wanted(bench: Bench) -> None:
+    """At the very time at which it is given back: the uses have one stamp."""
+    stored(bench, [1, 2], "done", ev.Advice(ev.Hint.RELEASE))
+    stored(bench, [1, 2], "goes on", RETAIN)
+    stored(bench, list(range(10, 24)), "others", None)
+    stored(bench, list(range(30, 32)), "more", None)
+    assert hits(bench, [1, 2]) == 2
+
+
 def test_released_twice_goes_once(bench: Bench) -> None:
     for request in ("a", "b"):
         stored(bench, [1, 2, 3, 4], request, ev.Advice(ev.Hint.RELEASE))

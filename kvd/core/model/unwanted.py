@@ -80,7 +80,11 @@ class Unwanted:
 
 
 def _are_still(table: SlotTable, piece: _Piece) -> Bools:
-    """Which of them are the same blocks as then, and were not used since."""
+    """Which of them are the same blocks as then, and were neither used nor retained since.
+
+    A use shows in the stamp, but for one so soon that it has the same.
+    """
     slots, tags, stamps = piece
     same = (table.state[slots] == READY) & (table.tags[slots] == tags)
+    same &= table.retained[slots] == 0
     return np.asarray(same & (table.stamps[slots] == stamps))
