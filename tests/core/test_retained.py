@@ -9,6 +9,7 @@ from kvd.core.events import LeaseMode
 from kvd.core.keys import Slots
 from kvd.core.model import unretained
 from kvd.core.model.size_class import SizeClass
+from kvd.core.model.slots import QUARANTINED, READY, RESERVED, SlotTable
 from kvd.core.policy.base import Evictable
 from tests.core.bench import MS, SECOND, Bench, small
 from tests.core.test_advice import RETAIN, hits, stored
@@ -135,3 +136,64 @@ def test_a_store_looks_at_some_of_it_only(
     stored(bench, [32], "three", None)
     assert hits(bench, OTHERS) == 9
     assert hits(bench, [19, 20]) == 2
+
+
+def test_a_search_that_passes_by_few_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.blocks.slot_lifecycle.MANY_PASSED", 4)
+    bench = full()
+    stored(bench, [30], "one", None)
+    assert of(bench).unretained is None
+
+
+# -- what is noted ---------------------------------------------------------------------------------
+
+NOW = np.uint32(7)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> tuple[unretained.Unretained, SlotTable]:
+    """Eight slots with a block each, all noted, in pieces of two."""
+    monkeypatch.setattr(unretained, "PIECE_BLOCKS", 2)
+    table, slots = SlotTable(8), np.arange(8)
+    table.state[slots] = READY
+    table.tags[slots] = slots + 100
+    made = unretained.Unretained(until_ns=0)
+    assert not len(made)
+    made.add(slots[:5], slots[:5].astype(np.uint64) + np.uint64(100))
+    made.add(slots[5:], slots[5:].astype(np.uint64) + np.uint64(100))
+    assert len(made) == 8
+    return made, table
+
+
+def test_they_are_taken_in_their_order_and_once(
+    noted: tuple[unretained.Unretained, SlotTable],
+) -> None:
+    made, table = noted
+    taken = []
+    for count, left in ((1, 7), (4, 3), (2, 1), (9, 0), (1, 0)):
+        taken.append(made.take(table, count, NOW).tolist())
+        assert len(made) == left
+    assert taken == [[0], [1, 2, 3, 4], [5, 6], [7], []]
+
+
+def test_what_can_not_go_now_is_kept_and_what_is_gone_is_not(
+    noted: tuple[unretained.Unretained, SlotTable],
+) -> None:
+    made, table = noted
+    table.pins[0] = 1
+    table.state[1] = RESERVED
+    table.state[2] = QUARANTINED
+    table.tags[3] = 999
+    table.retained[4] = NOW
+    assert made.take(table, 8, NOW).tolist() == [5, 6, 7]
+    assert len(made) == 2
+    table.pins[0], table.state[1:4] = 0, READY
+    assert made.take(table, 8, NOW + np.uint32(1)).tolist() == [0, 1]
+
+
+def test_a_slot_that_stands_twice_is_taken_once(
+    noted: tuple[unretained.Unretained, SlotTable],
+) -> None:
+    made, table = noted
+    made.add(np.arange(4), table.tags[:4])
+    assert made.take(table, 12, NOW).tolist() == list(range(8))
