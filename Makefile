@@ -76,7 +76,7 @@ planted: ## Whether the simulation catches each planted bug, and with how many s
 	@.ci/venv dev
 	@$(BIN)/python -m tests.simulation.planted $(ARGS)
 
-mutants: ## Whether the core's tests see each small change of kvd/core (ARGS='--sample 400 --seed 1')
+mutants: ## Whether tests see each small change of kvd/core (ARGS='--sample 400'; '--room pool')
 	@.ci/venv dev mutation
 	@$(BIN)/python -m tests.mutation $(ARGS)
 

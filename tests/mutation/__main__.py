@@ -1,12 +1,13 @@
-"""Changes one place of kvd/core at a time, and asks whether its tests see it.
+"""Changes one place of a room at a time, of kvd/core where none is named, and asks its tests.
 
     python -m tests.mutation --sample 400 --seed 1    so many mutants, drawn from all
     python -m tests.mutation --only kvd/core/policy   of some modules, all of them
+    python -m tests.mutation --room pool              of another room (tests/mutation/rooms.py)
     python -m tests.mutation ... --again              survivors once more, after tests were written
 
-What became of each mutant is kept in .cache/mutation/mutants.json and not asked again while its
-function is the same, so a run may be broken off, and a larger sample adds to a smaller one. Those
-that survived are in survivors.json beside it, with place and difference.
+What became of each mutant is kept in .cache/mutation/mutants.json (mutants-pool.json and so on) and
+not asked again while its function is the same, so a run may be broken off, and a larger sample adds
+to a smaller one. Those that survived are in survivors.json beside it, with place and difference.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.mutants import CORE, Mutant, all_mutants, sample
-from tests.mutation.trials import TESTS, Seen, collect_and, traced, tried
+from tests.mutation.mutants import Mutant, all_mutants, modules, sample
+from tests.mutation.rooms import ROOMS, Room
+from tests.mutation.trials import Seen, collect_and, traced, tried
 from tests.tidy.source import ROOT
 
 CACHE = ROOT / ".cache" / "mutation"
-SHARED = {*(ROOT / "tests/core").glob("*.py"), *(ROOT / "tests/contract").glob("*.py")}
 Ledger = dict[str, dict[str, Any]]
 
 
@@ -39,16 +40,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--sample", type=int, default=0, help="how many; all, where not told")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--room", choices=list(ROOMS), default="core")
     parser.add_argument("--only", nargs="*", type=Path, default=[], help="modules or directories")
-    parser.add_argument("--tests", nargs="*", default=TESTS, help="of the core's, all")
+    parser.add_argument("--tests", nargs="*", help="all of the room's, where not told")
     parser.add_argument("--again", action="store_true", help="try survivors again")
     parser.add_argument("--tell", action="store_true", help="only what is known already")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of processor, for one mutant")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="for one mutant: of processor in the core"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    everything = all_mutants([(ROOT / each).resolve() for each in asked.only])
+    room = ROOMS[asked.room]
+    everything = all_mutants([(ROOT / each).resolve() for each in asked.only] or room.paths())
     chosen = sample(everything, asked.sample or len(everything), asked.seed)
-    ledger: Ledger = load("mutants.json")
+    ledger: Ledger = load(f"mutants{room.suffix}.json")
 
     def is_due(mutant: Mutant) -> bool:
         known = ledger.get(mutant.key)
@@ -60,24 +65,25 @@ def main() -> int:
     if due and not asked.tell:
         os.environ["CI"] = "1"  # the same examples at each run
         status = collect_and(
-            lambda items: try_all(due, items, ledger, asked.seconds, asked.processes),
-            asked.tests,
+            lambda items: try_all(due, items, room, ledger, asked.seconds, asked.processes),
+            asked.tests or room.tests,
         )
     told = {mutant.key: ledger[mutant.key] for mutant in chosen if mutant.key in ledger}
-    report(told)
+    report(told, room)
     return status
 
 
 def try_all(
     due: Sequence[Mutant],
     items: dict[str, pytest.Item],
+    room: Room,
     ledger: Ledger,
     seconds: float,
     processes: int,
 ) -> None:
-    seen = traces(items, processes)
+    seen = traces(items, room, processes)
     began = saved = time.monotonic()
-    for number, (mutant, said) in enumerate(tried(due, items, seen, seconds, processes), 1):
+    for number, (mutant, said) in enumerate(tried(due, items, seen, room, seconds, processes), 1):
         ledger[mutant.key] = {
             "path": mutant.path,
             "function": mutant.function,
@@ -89,37 +95,47 @@ def try_all(
             print(described(mutant.key, ledger[mutant.key]), flush=True)
         if time.monotonic() - saved > 5 or number == len(due):
             saved = time.monotonic()
-            save("mutants.json", ledger)
+            save(f"mutants{room.suffix}.json", ledger)
             print(f"{number} of {len(due)}, {saved - began:.0f} s", flush=True)
 
 
-def traces(items: dict[str, pytest.Item], processes: int) -> dict[str, Seen]:
-    """What each test runs: known already, but for tests whose module changed, or the core."""
-    core = digest(*sorted(CORE.rglob("*.py")))
-    bases = digest(*sorted(p for p in SHARED if not p.name.startswith("test_")))
-    known = load("traces.json")
-    marks = {name: f"{core} {bases} {digest(item.path)}" for name, item in items.items()}
+def traces(items: dict[str, pytest.Item], room: Room, processes: int) -> dict[str, Seen]:
+    """What each test runs: known already, but for tests whose module changed, or the room."""
+    code = digest(*sorted(each for path in room.paths() for each in modules(path)))
+    directories = {item.path.parent for item in items.values()}
+    others = {each for path in directories for each in path.glob("*.py")}
+    bases = digest(*sorted(p for p in others if not p.name.startswith("test_")))
+    file = f"traces{room.suffix}.json"
+    known = load(file)
+    marks = {name: f"{code} {bases} {digest(item.path)}" for name, item in items.items()}
     missing = [i for n, i in items.items() if known.get(n, {}).get("mark") != marks[n]]
     if missing:
         print(f"looking at what {len(missing)} tests run", flush=True)
-    for number, (name, seen) in enumerate(traced(missing, processes), 1):
-        if seen is None:
+    for number, (name, seen) in enumerate(traced(missing, room, processes), 1):
+        if seen is not None:
+            known[name] = {"mark": marks[name], **dataclasses.asdict(seen)}
+        elif room.has_processes:  # one that is late on a busy machine is not asked
+            print(f"{name} fails without any mutant, and is left out", flush=True)
+        else:
             sys.exit(f"{name} fails without any mutant")
-        known[name] = {"mark": marks[name], **dataclasses.asdict(seen)}
         if number % 50 == 0 or number == len(missing):
-            save("traces.json", known)
+            save(file, known)
             print(f"{number} of {len(missing)} tests", flush=True)
     fields = [field.name for field in dataclasses.fields(Seen)]
-    return {name: Seen(**{field: known[name][field] for field in fields}) for name in items}
+    return {
+        name: Seen(**{field: known[name][field] for field in fields})
+        for name in items
+        if known.get(name, {}).get("mark") == marks[name]
+    }
 
 
 # -- the report ---------------------------------------------------------------------------------
 
 
-def report(told: Ledger) -> None:
+def report(told: Ledger, room: Room) -> None:
     tried_ones = {key: said for key, said in told.items() if said["verdict"] != "impossible"}
     survivors = {k: said for k, said in tried_ones.items() if said["verdict"] == "survived"}
-    save("survivors.json", survivors)
+    save(f"survivors{room.suffix}.json", survivors)
     print("\nSurvivors:")
     for key, said in sorted(survivors.items()):
         print(described(key, said))

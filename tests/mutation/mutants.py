@@ -1,4 +1,4 @@
-"""The mutants of kvd/core: which there are, a sample of them, and each one's source.
+"""The mutants of a room's modules: which there are, a sample of them, and each one's source.
 
 mutmut's operators make them. Only functions are mutated: not constants, defaults, or functions
 with decorators.
@@ -19,8 +19,6 @@ import libcst
 from mutmut.mutation.file_mutation import create_mutations
 
 from tests.tidy.source import ROOT
-
-CORE = ROOT / "kvd" / "core"
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,9 @@ class MutatedModule:
             yield Mutant(key, self.path, name, self, change)
 
 
-def all_mutants(paths: Iterable[Path] = ()) -> list[Mutant]:
-    """Of these modules and directories, or of all of kvd/core."""
-    files = sorted({file for path in paths or [CORE] for file in _modules(path)})
+def all_mutants(paths: Iterable[Path]) -> list[Mutant]:
+    """Of these modules, and of all in these directories."""
+    files = sorted({file for path in paths for file in modules(path)})
     return [mutant for file in files for mutant in MutatedModule(file).mutants()]
 
 
@@ -122,7 +120,8 @@ def statement_around(module: ast.Module, line: int) -> range:
     return found
 
 
-def _modules(path: Path) -> list[Path]:
+def modules(path: Path) -> list[Path]:
+    """Itself, or all in it."""
     return [path] if path.is_file() else list(path.rglob("*.py"))
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +16,26 @@ import pytest
 pytest.importorskip("mutmut", reason="the set `mutation` is not installed")
 
 from tests.mutation.__main__ import interval
-from tests.mutation.mutants import CORE, MutatedModule, all_mutants, sample, statement_around
-from tests.mutation.trials import Seen, after_others, forked, plant
+from tests.mutation.mutants import (
+    MutatedModule,
+    all_mutants,
+    modules,
+    sample,
+    statement_around,
+)
+from tests.mutation.rooms import ROOMS
+from tests.mutation.trials import (
+    CHILD,
+    Seen,
+    after_others,
+    begin_children,
+    forked,
+    own_place,
+    plant,
+)
+from tests.tidy.source import ROOT
 
-SHARES = CORE / "shares.py"
+SHARES = ROOT / "kvd/core/shares.py"
 
 
 def test_each_mutant_has_a_key_of_its_own_and_changes_its_module() -> None:
@@ -72,6 +93,63 @@ def test_a_planted_change_is_run_in_its_process_alone(tmp_path: Path) -> None:
 
     assert list(forked([("one", work)], processes=1)) == [("one", {"is_now": 3})]
     assert half(9) == 4
+
+
+HALF = "def half(number):\n    return number // 2\n"
+
+
+def run_child(directory: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{CHILD}{os.pathsep}{directory}"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_a_trial_starts_runs_the_mutant_and_what_comes_later_does_not(tmp_path: Path) -> None:
+    module, told = tmp_path / "halving.py", tmp_path / "mutant.json"
+    module.write_text(HALF)
+    told.write_text(json.dumps({"path": str(module), "text": HALF.replace("2", "3")}))
+    code = "import halving; print(halving.half(9))"
+    assert run_child(tmp_path, code, KVD_MUTANT=str(told)).stdout == "3\n"
+    assert run_child(tmp_path, code).stdout == "4\n"
+
+
+def test_lines_that_a_killed_process_ran_are_told(tmp_path: Path) -> None:
+    (tmp_path / "halving.py").write_text(HALF)
+    trace = tmp_path / "lines"
+    trace.touch()
+    code = "import halving, os; halving.half(9); os.kill(os.getpid(), 9)"
+    ran = run_child(tmp_path, code, KVD_TRACE=str(trace), KVD_TRACED=str(tmp_path))
+    assert ran.returncode == -signal.SIGKILL
+    assert f"{tmp_path}/halving.py:2\n" in trace.read_text()
+
+
+def test_what_a_trial_left_running_ends_with_it_though_it_is_stopped(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+
+    def work(tell: Callable[..., None]) -> None:
+        begin_children()
+        left = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
+        left.send_signal(signal.SIGSTOP)
+        told.write_text(str(left.pid))
+        tell(place=str(own_place(None)))
+
+    ((_, said),) = forked([("one", work)], processes=1)
+    assert not Path(said["place"]).exists()
+    stat = Path("/proc") / told.read_text() / "stat"
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_each_room_has_modules_and_tests() -> None:
+    for room in ROOMS.values():
+        assert all(path.exists() for path in room.paths()), room.name
+        assert all((ROOT / each).exists() for each in room.tests), room.name
+        assert room.has(str(modules(room.paths()[0])[0]))
+        assert not room.has(__file__)
 
 
 def test_a_process_that_dies_has_said_nothing() -> None:
