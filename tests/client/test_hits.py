@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client import Group, GroupKind
-from kvd_client.scheduler.hits import boundaries_between, longest_hit
+from kvd_client.scheduler.hits import boundaries_between, loaded_blocks, longest_hit
 from kvd_client.scheduler.retention import Retention
 from tests.client.engine_rig import namespace
 
@@ -59,6 +59,20 @@ def suits(groups: tuple[Group, ...], usable: list[list[bool]], computed: int, hi
         if blocks is None or not all(block < len(row) and row[block] for block in blocks):
             return False
     return True
+
+
+@given(groups=group_lists(), computed=st.integers(0, 40), more=st.integers(1, 40))
+def test_a_load_brings_what_its_hit_needs_and_nothing_that_the_device_has(
+    groups: tuple[Group, ...], computed: int, more: int
+) -> None:
+    step = namespace(*groups).boundary_tokens
+    computed, hit = computed // step * step, (computed // step + more) * step
+    for group in groups:
+        proof = {hit // group.tokens_per_block} if group.drafter else set()
+        wanted = needed(group, computed, hit)
+        if wanted is not None:
+            loaded = set(loaded_blocks(group, computed, hit))
+            assert loaded - proof == wanted - proof
 
 
 @given(groups=group_lists(), computed=st.integers(0, 40), source=st.randoms(use_true_random=False))

@@ -27,6 +27,13 @@ OFFSET = 8  # regions need not begin on a page
 Store = Callable[[HostSharedMemory, MoverConfig, list[int]], bytes]
 
 
+def test_of_what_the_kernel_knows_nothing_every_page_is_taken_as_missing() -> None:
+    nowhere = presence.Presence(PAGE, 8 * PAGE)  # below what any process may map
+    assert nowhere.learn(2, 4).tolist() == [0] * 4
+    assert not nowhere.covers(np.array([2 * PAGE]), PAGE)
+    assert not nowhere.full
+
+
 @pytest.fixture
 def memory() -> Iterator[int]:
     fd = os.memfd_create("engine")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,8 @@ from kvd.core.actions import (
 )
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import NamespaceId, RowId, ScopeId
-from kvd.pool import Pool, PoolConfig, PoolError, recovery, registry, sealed_json
+from kvd.pool import Pool, PoolConfig, PoolError, index_page, recovery, registry, sealed_json
+from kvd.pool import pool as pool_module
 from kvd_proto.page import PageReader
 from kvd_proto.tags import mix
 from tests import leaks
@@ -364,6 +367,51 @@ def test_clients_see_what_is_published_and_whether_there_is_room(shared_director
         assert pool.page_bytes(orders.NAMESPACE) >= 4096
     assert (closed_before, reader.closed) == (False, True)
     reader.close()
+
+
+def test_pages_are_mended_in_turns_where_they_have_room_again_and_only_then(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    many = mix(np.arange(1, 10_001, dtype=np.uint64))
+    names = [NamespaceId(number) for number in (1, 2, 3)]
+    with opened(orders.config(shared_directory)) as pool:
+        for name in names:
+            pool.open_namespace(OpenNamespace(name, orders.spec(), page_blocks=20_000), {})
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", refuse)
+            for name in names:
+                assert pool.publish(PublishTags(name, many)) > 9000
+            assert pool.page_to_mend() is None
+        for _ in range(index_page.RETRY_CALLS + 100):
+            pool.upkeep()
+        pool.forget_namespace(ForgetNamespace(names[0]))
+        turns = [pool.page_to_mend() for _ in range(4)]
+        assert sorted(filter(None, turns[:2])) == sorted(filter(None, turns[2:])) == names[1:]
+        pool.retract(RetractTags(names[1], many))  # nothing of it is left to be mended
+        assert [pool.page_to_mend() for _ in range(3)] == [names[2]] * 3
+        assert list(pool._spilled_pages) == names[2:]
+
+
+def test_the_reserve_is_had_back_some_time_after_there_is_memory_again(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with opened(orders.config(shared_directory)) as opened_pool:
+        assert opened_pool._reserve.whole
+        opened_pool._reserve.let_go()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", refuse)
+            opened_pool.upkeep()
+        for _ in range(pool_module.REFILL_PIECES):
+            opened_pool.upkeep()
+            assert not opened_pool._reserve.whole
+        opened_pool.upkeep()
+        assert opened_pool._reserve.whole
 
 
 def test_opening_a_namespace_again_keeps_its_page_and_fields(shared_directory: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.pool import extents, nodes, pool, sealed_json
+from kvd.pool import Pool, PoolError, extents, nodes, pool, sealed_json
 from kvd.pool.nodes import Node, deal, find_nodes
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import opened
@@ -95,6 +95,25 @@ def test_each_extent_is_populated_by_a_thread_of_its_node(
         assert opened_pool.extent_nodes == (0, 0, 0, 0, 3, 3, 3, 3)
         assert opened_pool.place.endswith("/extents; nodes 0, 3")
         assert made == dict(enumerate(opened_pool.extent_nodes))
+
+
+@pytest.mark.parametrize("extent", range(orders.EXTENTS))
+def test_an_extent_without_memory_is_noticed_whichever_node_it_is_of(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch, extent: int
+) -> None:
+    """Else a copy into it would be a SIGBUS."""
+    make = extents.Extents._make
+
+    def fail(self: extents.Extents, one: int) -> None:
+        if one == extent:
+            raise PoolError(f"no memory for extent {one}")
+        make(self, one)
+
+    monkeypatch.setattr(pool, "find_nodes", lambda: TWO)
+    monkeypatch.setattr(nodes, "bind_thread", lambda _node: None)
+    monkeypatch.setattr(extents.Extents, "_make", fail)
+    with pytest.raises(PoolError, match=f"no memory for extent {extent}"):
+        Pool.open(orders.config(shared_directory), lambda _done, _total: None)
 
 
 def test_a_warm_pool_keeps_its_placement_whatever_the_machine_shows_now(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -96,6 +97,16 @@ def test_a_second_owner_is_refused_and_told_the_first(shared_directory: Path) ->
         Pool.open(config, lambda _done, _total: None)
     with opened(config) as pool:
         assert pool.cold_reason == ""
+
+
+def test_the_owner_holds_the_lock_that_every_release_knows(shared_directory: Path) -> None:
+    """By its name: under another one two releases would own one pool, each with its own lock."""
+    config = orders.config(shared_directory)
+    with opened(config), (config.directory / "lock").open("rb") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = len(list(config.directory.glob("*lock*")))
+    assert found == 1
 
 
 def test_a_mover_that_outlived_its_daemon_is_killed(

@@ -344,6 +344,19 @@ async def test_warming_allocates_nothing_in_the_engines_holes() -> None:
 
 
 @on_loop
+async def test_a_mover_that_is_stopped_ends_in_order_with_what_it_copies() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        worker.ring.mark_ready([1])
+        give(mover, 1, JobKind.STORE, one_part([(0, 3)], [5]))
+        assert await r.sink.outcome(1) is DONE
+        child = mover._child
+        await mover.stop()
+        assert child.returncode == 0
+
+
+@on_loop
 async def test_the_worker_cannot_write_its_board() -> None:
     async with rig() as r:
         mover = await r.start()

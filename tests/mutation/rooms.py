@@ -71,6 +71,7 @@ POOL = Room(
         *_tests("contract", "registry generations page_levels index_page pool pool_checksums"),
         *_tests("contract", "pool_crash pool_damage pool_extent_sizes pool_extents_directory"),
         *_tests("contract", "pool_nodes pool_ownership pool_space"),
+        *_tests("control", "verify"),
         *_tests("native", "key_index tag_tables"),
     ),
 )
