@@ -401,6 +401,16 @@ def test_deadlines_can_be_set() -> None:
     assert rig.ask("r") == 3 * TOKENS
 
 
+def test_of_a_prompt_without_a_whole_block_nothing_is_asked_though_the_page_hides_some() -> None:
+    rig = Rig()
+    rig.daemon.page_hides_some = True
+    rig.arrive("r", TOKENS - 1)
+    assert rig.ask("r") == 0
+    assert rig.daemon.lookups == []
+    rig.step(("r", [[7]], TOKENS - 1))
+    assert rig.ask("r") == 0
+
+
 def test_where_a_tier_may_hold_more_the_page_hides_no_block() -> None:
     rig = Rig()
     rig.daemon.on_page = set()

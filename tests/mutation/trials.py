@@ -110,6 +110,7 @@ def traced(
 
 
 def _trace(item: pytest.Item, room: Room, tell: Tell) -> None:
+    _limit_memory(room)
     of_children = place_of(os.getpid()) / "lines"
     if room.has_processes:
         own_place(item)
@@ -180,6 +181,7 @@ def _try(
     seconds: float,
     tell: Tell,
 ) -> None:
+    _limit_memory(room)
     try:
         plant(mutant, functions)
     except (SyntaxError, ValueError) as error:
@@ -236,6 +238,13 @@ def _functions(room: Room) -> dict[tuple[str, str], list[FunctionType]]:
 
 def _fails(item: pytest.Item) -> bool:
     return any(report.failed for report in runtestprotocol(item, log=False))
+
+
+def _limit_memory(room: Room) -> None:
+    """What a trial takes beyond it fails; a fake GPU takes address space for all of its memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY_BYTES * (64 if room.has_processes else 1)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _now(room: Room) -> float:
@@ -366,9 +375,6 @@ def _fork(name: str, work: Callable[[Tell], None]) -> tuple[int, _Trial]:
         os.setpgid(0, 0)
         for descriptor in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115, PTH123
-        most = pages * resource.getpagesize() + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         work(lambda **said: _tell(writer, said))
     finally:
         os._exit(1)

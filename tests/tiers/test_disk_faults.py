@@ -74,6 +74,29 @@ def test_a_write_that_fails_is_not_kept_and_its_place_is_used_again(
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("fault", "outcome", "reason"),
+    [
+        (errno.EIO, Outcome.FAILED, TierReason.IO_ERROR),
+        (errno.ENOSPC, Outcome.FULL, TierReason.NO_SPACE),
+    ],
+)
+def test_a_write_that_fails_of_a_block_that_is_no_whole_pages_is_told_too(
+    directory: Path, files: FaultyFiles, fault: int, outcome: Outcome, reason: TierReason
+) -> None:
+    """Such a block is copied to a buffer first."""
+    store = opened(directory, files)
+    blocks = [source(key(n), content(n, 5000)) for n in range(8)]
+    files.fault = lambda call, offset: fault if call == "write" else None
+    assert store.write(blocks, soon()) == [outcome] * 8
+    assert store.usage().errors == {reason: 8}
+    files.fault = lambda call, offset: None
+    assert store.exists([key(n) for n in range(8)], soon()) == [False] * 8
+    assert store.write(blocks, soon()) == [Outcome.DONE] * 8
+    assert read(store, key(3), 5000) == (Outcome.DONE, content(3, 5000))
+    store.close()
+
+
 def test_one_bad_place_costs_one_block_of_its_neighbours(
     directory: Path, files: FaultyFiles
 ) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvd.core.keys import U64
+from kvd.core.policy import POLICY_NAMES
 from kvd.tiers.disk import disk as disk_module
 from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk.disk import USE_NOTED_S
 from kvd.tiers.disk.rows import RowWriter
+from kvd.tiers.disk.size_class import DiskSizeClass, PlaceState
 from kvd.tiers.disk.store import DiskStore
 from tests.tiers.contract import ONE, ROOM_BLOCKS, has, keep, soon
 from tests.tiers.test_disk_contract import REGION_BYTES, options_of
@@ -115,3 +118,20 @@ def test_a_block_that_was_used_and_deleted_is_not_found_again(tmp_path: Path, cl
     store = opened(tmp_path / "a")
     assert there(store, *range(ROOM_BLOCKS)) == []
     store.close()
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_blocks_that_are_read_stay_and_all_others_leave_where_all_are_wanted(policy: str) -> None:
+    of = DiskSizeClass(stride=4096, region_bytes=8 * 4096, regions=1, policy=policy)
+    of.add_region(0)
+    places = of.take(8)
+    of.digests[places] = np.arange(16, dtype=np.uint64).reshape(8, 2)
+    of.keep(places)
+    of.pins[places] = 0
+    read = places[[1, 4, 5]]
+    of.pins[read] = 1
+    left = of.evict(8)
+    assert sorted(left.tolist()) == sorted(set(places.tolist()) - set(read.tolist()))
+    assert (of.states[read] == PlaceState.READY).all()
+    assert not of.evict(1).size
+    assert len(of) == len(read)
