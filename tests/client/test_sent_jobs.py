@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from kvd_client import EngineIdentity, SchedulerConnection
+from kvd_client.draft import BlockRun, JobDraft
+from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.sent_jobs import NEVER_SENT, REPORT_GRACE_S, SentJob, SentJobs
 from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 from kvd_proto.v1 import common_pb2, engine_pb2
-from tests.client.engine_rig import namespace
+from tests.client.engine_rig import TOKENS, Rig, namespace
 
 LATER_S = REPORT_GRACE_S + 0.1
 
@@ -55,6 +57,21 @@ def test_the_daemons_word_counts_after_a_grace_and_is_said_again(jobs: SentJobs[
     assert jobs.overdue(10.0 + LATER_S) == [(2, True), (1, False)]
     assert jobs.overdue(10.0 + LATER_S) == []
     assert len(jobs.overdue(10.0 + 2 * LATER_S)) == 2
+
+
+def test_a_block_that_two_stores_read_is_read_until_both_have_ended() -> None:
+    """As after a reset of the engine's cache: what is stored again is still being read."""
+    rig, table = Rig(), JobTable(world_size=1)
+    rig.arrive("r", 3 * TOKENS)
+    asker = rig.scheduler._requests["r"]
+    for job_id, engine_blocks in ((1, [5, 6]), (2, [6, 7])):
+        run = BlockRun(0, 0, rig.keys("p", 2 * TOKENS)[0], engine_blocks)
+        table.begin(JobDraft(job_id, common_pb2.ReqContext(), [run]), asker, generation=1)
+    assert [table.readers(0, [block]) for block in (5, 6, 7)] == [{1}, {1, 2}, {2}]
+    table.drop(2)
+    assert [table.readers(0, [block]) for block in (5, 6, 7)] == [{1}, {1}, set()]
+    table.drop(1)
+    assert table.readers(0, [5, 6, 7]) == set()
 
 
 def test_a_job_that_was_reported_in_time_is_not_overdue(jobs: SentJobs[SentJob]) -> None:

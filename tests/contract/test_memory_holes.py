@@ -64,11 +64,12 @@ def store(shared_directory: Path) -> Store:
         part = LocatedPart(0, np.zeros(len(blocks), dtype=np.uint32), places, numbers)
         engine.open_extent(0)
         if engine.sums_up:
-            _, sums = engine.copy_and_sum(JobKind.STORE, part, lambda: True)
+            copied, sums = engine.copy_and_sum(JobKind.STORE, part, lambda: True)
             written = np.fromfile(path, dtype=np.uint64, count=len(blocks) * size // 8)
             assert sums.tolist() == checksums(written.reshape(len(blocks), -1)).tolist()
         else:
-            engine.copy(JobKind.STORE, part, lambda: True)
+            copied = engine.copy(JobKind.STORE, part, lambda: True)
+        assert copied == len(blocks) * size
         engine.close_extent(0)
         return path.read_bytes()[: len(blocks) * size]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,6 +355,17 @@ async def test_a_mover_that_is_stopped_ends_in_order_with_what_it_copies() -> No
         child = mover._child
         await mover.stop()
         assert child.returncode == 0
+        assert r.sink.gone == [(mover.mover, "stopped")]
+
+
+@on_loop
+async def test_the_end_of_a_mover_that_was_killed_says_by_which_signal_and_no_more() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        os.kill(mover.pid, signal.SIGKILL)
+        await r.sink.until(lambda: r.sink.gone)
+        [(_, reason)] = r.sink.gone
+        assert reason == "killed by SIGKILL"
 
 
 @on_loop

@@ -110,7 +110,7 @@ WORKER = Room(
     "worker",
     ("client/src/kvd_client/worker",),
     (
-        *_tests("client", "cuda_kinds cuda_memory worker large_jobs batches right_bytes"),
+        *_tests("client", "cuda_kinds cuda_memory worker large_jobs batches patience real_daemon"),
         *_tests("gpu", "worker_register worker_sleep stream_end registration"),
     ),
 )

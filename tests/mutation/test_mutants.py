@@ -144,6 +144,36 @@ def test_what_a_trial_left_running_ends_with_it_though_it_is_stopped(tmp_path: P
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
+WARNS = """
+import warnings
+import pytest
+
+def test_as_it_is():
+    warnings.warn("odd")
+
+@pytest.mark.filterwarnings("error")
+def test_strictly():
+    warnings.warn("odd")
+"""
+TELL_WHO_FAILS = """
+import sys
+from tests.mutation.trials import _fails, collect_and
+
+def work(items):
+    print(*(item.name for item in items.values() if _fails(item)), file=sys.__stderr__)
+
+collect_and(work, sys.argv[1:])
+"""
+
+
+def test_a_trial_heeds_a_tests_marks_on_warnings(tmp_path: Path) -> None:
+    (tmp_path / "test_warns.py").write_text(WARNS)
+    command = [sys.executable, "-c", TELL_WHO_FAILS, str(tmp_path / "test_warns.py")]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "test_strictly" in ran.stderr
+    assert "test_as_it_is" not in ran.stderr
+
+
 def test_each_room_has_modules_and_tests() -> None:
     for room in ROOMS.values():
         assert all(path.exists() for path in room.paths()), room.name

@@ -26,6 +26,7 @@ from typing import Any
 import coverage
 import pytest
 from _pytest.runner import runtestprotocol
+from _pytest.warnings import catch_warnings_for_item
 from hypothesis import Phase, settings
 
 from tests.mutation.mutants import Mutant
@@ -237,7 +238,9 @@ def _functions(room: Room) -> dict[tuple[str, str], list[FunctionType]]:
 
 
 def _fails(item: pytest.Item) -> bool:
-    return any(report.failed for report in runtestprotocol(item, log=False))
+    config, hook = item.config, item.ihook
+    with catch_warnings_for_item(config=config, ihook=hook, when="runtest", item=item):  # its marks
+        return any(report.failed for report in runtestprotocol(item, log=False))
 
 
 def _limit_memory(room: Room) -> None:
