@@ -361,3 +361,15 @@ def test_a_daemon_that_goes_while_stores_run_is_survived() -> None:
     rig.daemon.restart()
     rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
     assert rig.stored_hashes() == rig.keys("p", 4 * TOKENS)[0][3:]
+
+
+def test_drafts_that_counted_as_computed_are_no_tokens_of_a_request_that_begins_again() -> None:
+    """A third block of them would have had a hash."""
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    asker = rig.scheduler._requests["r"]
+    for computed, sure in ((3 * TOKENS - 1, 3 * TOKENS - 1), (3 * TOKENS + 5, 3 * TOKENS - 1)):
+        asker.num_tokens = 2 * TOKENS
+        asker.computed_after, asker.known_hashes = computed, (2,)
+        asker.begin_again([TOKENS])
+        assert asker.num_tokens == sure

@@ -244,10 +244,12 @@ def _fails(item: pytest.Item) -> bool:
 
 
 def _limit_memory(room: Room) -> None:
-    """What a trial takes beyond it fails; a fake GPU takes address space for all of its memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MEMORY_BYTES * (64 if room.has_processes else 1)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    """What a trial takes beyond it fails. A fake GPU reserves more address space than any limit:
+    with processes only memory of their own that they may write counts."""
+    pages = Path("/proc/self/statm").read_text().split()
+    limit, has = (resource.RLIMIT_AS, 0) if not room.has_processes else (resource.RLIMIT_DATA, 5)
+    most = int(pages[has]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(limit, (most, most))
 
 
 def _now(room: Room) -> float:
