@@ -199,3 +199,31 @@ def test_hole_behind_the_files_end_fails_the_store(
     with pytest.raises(OSError, match="memory ends at byte"):
         store(engine, config, [3])
     engine.close()
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 100])
+@pytest.mark.parametrize("kind", JobKind)
+def test_the_library_touches_no_byte_behind_a_region_whatever_block_is_named(
+    shared_directory: Path, memory: int, kind: JobKind, beyond: int
+) -> None:
+    """The core has refused such a number before: this is the last look at it."""
+    if native.library() is None:
+        pytest.skip(f"no native library: {native.why_not()}")
+    (shared_directory / "extents").mkdir()
+    path = _files(shared_directory).path(0)
+    path.write_bytes(b"\xee" * EXTENT_BYTES)
+    later = (FragmentSpec(0, 8192 * BLOCKS, 4096, 4096),)  # begins behind another's
+    config = config_of(shared_directory, memory, later)
+    end = os.fstat(memory).st_size
+    os.pwrite(memory, b"\x55" * (end + (2 << 20)), 0)  # and what lies behind is another's
+    engine = HostSharedMemory(config, native.library())
+    engine.warm_memory(lambda: True)
+    engine.open_extent(0)
+    places = np.zeros(1, dtype=np.uint64)
+    numbers = np.array([[BLOCKS + beyond]], dtype=np.uint32)
+    part = LocatedPart(0, np.zeros(1, dtype=np.uint32), places, numbers)
+    with pytest.raises(native.BadStretch, match="outside the engine's memory"):
+        engine.copy(kind, part, lambda: True)
+    engine.close()
+    assert os.pread(memory, end + (2 << 20), 0) == b"\x55" * (end + (2 << 20))
+    assert path.read_bytes() == b"\xee" * EXTENT_BYTES

@@ -323,6 +323,22 @@ async def test_a_full_queue_refuses_and_leaves_the_word_to_control(
 
 
 @on_loop
+async def test_a_queue_takes_so_many_bytes_of_orders_and_others_once_they_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = one_part([(0, 1)], [1])
+    monkeypatch.setattr(process, "MAX_ORDER_BYTES_QUEUED", 3 * part.nbytes)
+    async with rig() as r:
+        mover = await r.start()
+        assert all(give(mover, number, JobKind.STORE, part) for number in (1, 2, 3))
+        assert not give(mover, 4, JobKind.STORE, part)
+        mover.mark_ready(JobId(1))
+        assert await r.sink.outcome(1) is DONE
+        assert give(mover, 5, JobKind.STORE, part)
+        assert not give(mover, 6, JobKind.STORE, part)
+
+
+@on_loop
 async def test_rows_and_present_engine_pages_are_warm_before_the_first_copy() -> None:
     async with rig() as r:
         mover = await r.start()
