@@ -503,3 +503,15 @@ def test_a_process_that_reads_beside_growing_and_shrinking_tables_misses_nothing
     assert probes > 10
     assert tables > 10
     assert (missed, invented) == (0, 0)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("power", [0, 3, 6, 10, 17])
+def test_a_level_has_as_many_buckets_as_were_wanted_and_the_one_below_has_not(
+    power: int, more: int
+) -> None:
+    wanted = (1 << power) + more
+    level = layout.page_level(wanted)
+    assert layout.page_table_span(level)[1] // 64 >= wanted
+    if level > layout.PAGE_SMALLEST_LEVEL:
+        assert layout.page_table_span(level - 1)[1] // 64 < wanted
