@@ -33,8 +33,15 @@ def vllm_python() -> str:
     return python
 
 
+class ProcessDied(RuntimeError):
+    """The process has died; its last words are in the message."""
+
+
 class OrderedProcess:
-    """`python -m MODULE ARGUMENTS…` in vLLM's environment; ends with the context."""
+    """`python -m MODULE ARGUMENTS…` in vLLM's environment; ends with the context.
+
+    Its last words are shown where something else ends the context, as when it hangs.
+    """
 
     def __init__(self, module: str, arguments: Sequence[str], settings: dict[str, Any]) -> None:
         paths = [str(REPOSITORY), *filter(None, [os.environ.get(PATHS)])]
@@ -50,8 +57,8 @@ class OrderedProcess:
         )
         try:
             self.ready = self._exchange(settings)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(says_more=not isinstance(error, ProcessDied))
             raise
 
     def __enter__(self) -> Self:
@@ -63,7 +70,7 @@ class OrderedProcess:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        self.close(says_more=kind is not None and not issubclass(kind, ProcessDied))
 
     def do(self, order: str, **arguments: object) -> dict[str, Any]:
         """Give an order and wait for its answer; the process's last words when it has died."""
@@ -78,13 +85,21 @@ class OrderedProcess:
         except BrokenPipeError:
             line = ""
         if not line:
-            self._log.seek(0)
-            raise RuntimeError(f"the engine has died:\n{self._log.read()[-4000:]}")
+            raise ProcessDied(f"the engine has died:\n{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def close(self) -> None:
-        """End it: in order, by the end of its input; by force when that takes too long."""
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-4000:]
+
+    def close(self, *, says_more: bool = False) -> None:
+        """End it: in order, by the end of its input; by force when that takes too long.
+
+        `says_more`: show its last words first, for whoever ends us before it has ended.
+        """
+        if says_more:
+            print(self._last_words(), file=sys.stderr, flush=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
