@@ -27,7 +27,7 @@ class Slow:
 
 def test_figures_that_take_long_to_gather_are_gathered_seldom() -> None:
     slow = Slow(5 * GATHER_AT_ONCE_SECONDS)
-    recent = RecentFigures(slow.gather, slow.now)
+    recent = RecentFigures(slow.gather, slow.now, slow.now)
     asked = 0
     while slow.clock_s < 100 * slow.seconds:
         first = recent.get()
@@ -40,6 +40,12 @@ def test_figures_that_take_long_to_gather_are_gathered_seldom() -> None:
 
 def test_figures_that_are_quick_to_gather_are_those_of_this_moment() -> None:
     quick = Slow(GATHER_AT_ONCE_SECONDS / 2)
-    recent = RecentFigures(quick.gather, quick.now)
+    recent = RecentFigures(quick.gather, quick.now, quick.now)
     assert recent.get() is not recent.get()
     assert quick.times == 2
+
+
+def test_figures_are_no_older_where_the_machine_is_busy() -> None:
+    preempted = Slow(50 * GATHER_AT_ONCE_SECONDS)
+    recent = RecentFigures(preempted.gather, preempted.now, lambda: 0.0)
+    assert recent.get() is not recent.get()

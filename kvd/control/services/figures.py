@@ -16,19 +16,23 @@ class RecentFigures:
     """Figures of this moment, or where gathering them takes long, of a moment ago."""
 
     def __init__(
-        self, gather: Callable[[], Statistics], now: Callable[[], float] = time.perf_counter
+        self,
+        gather: Callable[[], Statistics],
+        now: Callable[[], float] = time.perf_counter,
+        spent: Callable[[], float] = time.thread_time,
     ) -> None:
+        """`spent`: processor time, so that a busy machine makes no figure older."""
         self._gather = gather
-        self._now = now
+        self._now, self._spent = now, spent
         self._gathered: Statistics | None = None
         self._good_until = 0.0
 
     def get(self) -> Statistics:
         """At most ten times as old as gathering them takes."""
-        began = self._now()
-        if self._gathered is None or began >= self._good_until:
+        if self._gathered is None or self._now() >= self._good_until:
+            before = self._spent()
             self._gathered = self._gather()
-            ended = self._now()
-            took = ended - began
-            self._good_until = ended + took / GATHER_SHARE if took > GATHER_AT_ONCE_SECONDS else 0.0
+            took = self._spent() - before
+            is_long = took > GATHER_AT_ONCE_SECONDS
+            self._good_until = self._now() + took / GATHER_SHARE if is_long else 0.0
         return self._gathered
