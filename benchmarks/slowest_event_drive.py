@@ -342,5 +342,14 @@ def drive_upheaval(rig: Rig, sessions: list[keys.SessionId]) -> None:
         rig.close(session, "all groups")
         if number < 4:
             rig.call(events.TimerTicked(), "after a close")
+    terms = rig.machine.config
+    rig.call(
+        events.TermsChanged(
+            terms.lease_share / 2,
+            terms.submit_deadline_ns,
+            terms.copy_deadline_ns,
+            terms.private_grace_ns,
+        )
+    )
     rig.call(events.DrainStarted())
     rig.call(events.DrainEnded())

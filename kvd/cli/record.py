@@ -11,9 +11,9 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import IO, Any
 
 import click
@@ -29,6 +29,46 @@ from kvd_proto.v1 import operator_pb2 as pb
 MAX_RECORD_SECONDS = 7 * 86400.0
 MAX_REQUESTS_RECORDED = 10_000_000
 _ID_BITS = 63  # what a trace may have
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class EndSignals:
+    """Ctrl-C, and SIGTERM and a terminal that goes alike: KeyboardInterrupt, but in no line.
+
+    What nohup ignores stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self._in_line = self._has_come = False
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """They end what is done in here. On the main thread."""
+        before = {which: signal.getsignal(which) for which in _ENDING}
+        for which, handler in before.items():
+            if handler in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(which, self._heard)
+        try:
+            yield
+        finally:
+            for which, handler in before.items():
+                signal.signal(which, handler)
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """One that comes in here ends it at its end: a packed file cut in a call is not whole."""
+        self._in_line = True
+        try:
+            yield
+        finally:
+            self._in_line = False
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def _heard(self, _number: int, _frame: FrameType | None) -> None:
+        self._has_come = True
+        if not self._in_line:
+            raise KeyboardInterrupt
 
 
 @dataclass(slots=True)
@@ -37,6 +77,7 @@ class Trace:
 
     file: IO[bytes]
     key: bytes
+    ends: EndSignals = field(default_factory=EndSignals)
     requests: int = 0
     blocks: int = 0
     lost: int = 0
@@ -57,9 +98,10 @@ class Trace:
             "output_length": 0,
             "hash_ids": list(ids),
         }
-        self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self.requests += 1
-        self.blocks += len(ids)
+        with self.ends.put_off():
+            self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            self.requests += 1
+            self.blocks += len(ids)
 
     def _number(self, name: bytes) -> int:
         digest = hashlib.blake2b(name, digest_size=8, key=self.key).digest()
@@ -121,7 +163,7 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
         packed = gzip.GzipFile(fileobj=plain, mode="wb") if given.file.suffix == ".gz" else None
         trace = Trace(packed or plain, secrets.token_bytes(32))  # type: ignore[arg-type]
         try:
-            with _told_to_end():
+            with trace.ends.heard():
                 _record(given, trace)
         except KeyboardInterrupt:
             pass  # the usual end
@@ -133,20 +175,6 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
             if packed is not None:
                 packed.close()
     return trace
-
-
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
-    """SIGTERM and a terminal that goes are as good as Ctrl-C; what nohup ignores stays ignored."""
-    before = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGHUP)}
-    for which, handler in before.items():
-        if handler is signal.SIG_DFL:
-            signal.signal(which, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 def _record(given: SimpleNamespace, trace: Trace) -> None:

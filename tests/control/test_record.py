@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -111,6 +114,21 @@ def test_interrupted_the_file_is_whole(
     assert gzip.decompress((tmp_path / "trace.gz").read_bytes()).count(b"\n") in (0, 1)
     assert not engine.next("recording").prompts
     engine.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_end_in_the_middle_of_a_line_it_ends_behind_it(number: signal.Signals) -> None:
+    class Interrupted(io.BytesIO):
+        def write(self, content: Any, /) -> int:
+            os.kill(os.getpid(), number)
+            return super().write(content)
+
+    trace = Trace(Interrupted(), b"key")
+    request = operator_pb2.RecordedRequest(hash_bytes=32, hashes=hashes(1))
+    with pytest.raises(KeyboardInterrupt), trace.ends.heard():
+        trace.add(request)
+    assert trace.file.getvalue().endswith(b"}\n")  # type: ignore[attr-defined]
+    assert trace.requests == 1
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
