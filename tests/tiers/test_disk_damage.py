@@ -9,8 +9,9 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvd.tiers.disk import disk as disk_module
+from kvd.tiers.disk import kinds as kinds_module
 from kvd.tiers.disk import size_class as size_class_module
 from kvd.tiers.disk.options import MOST_REGION_BYTES, MOST_THREADS
 from kvd.tiers.disk.store import DiskStore
@@ -36,6 +38,7 @@ from tests.tiers.contract import (
     target,
     write,
 )
+from tests.tiers.faulty_files import FaultyFiles
 from tests.tiers.test_disk_contract import options_of
 
 BLOCKS = 16
@@ -414,25 +417,105 @@ def has_scope(store: DiskStore, number: int) -> bool:
     return store.exists([key(1, number.to_bytes(32, "big"))], soon())[0]
 
 
-def test_kinds_of_blocks_are_known_up_to_a_bound(
+def test_a_new_kind_of_blocks_takes_the_place_of_kinds_with_the_fewest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_module, "MAX_LENGTHS_KNOWN", 4)
+    monkeypatch.setattr(kinds_module, "MAX_LENGTHS_KNOWN", 4)
+    monkeypatch.setattr(kinds_module, "KINDS_AT_ONCE", 1)
     store = opened(tmp_path / "a")
-    outcomes = [write(store, source(key(n), content(n, 8 * n)))[0] for n in range(1, 6)]
-    assert outcomes == [Outcome.DONE] * 4 + [Outcome.FULL]
+    keep_sized(store, range(8), 8)
+    keep_sized(store, range(10, 12), 16)
+    keep_sized(store, [20], 24)
+    keep_sized(store, range(30, 33), 32)
+    assert keep_sized(store, [40], 40) == [Outcome.DONE]
+    assert store.take_left() == [key(20)]
+    assert store.usage().evicted_blocks == 1
+    monkeypatch.setattr(kinds_module, "KINDS_AT_ONCE", 2)
+    # Of a look a moment ago: it is not gone through all blocks for each new kind.
+    assert keep_sized(store, [50], 48) == [Outcome.FULL]
+    store.close()
+    store = opened(tmp_path / "a")
+    assert has_sized(store, [0, 7, 10, 11, 30, 40], 8, 8, 16, 16, 32, 40)
+    assert keep_sized(store, [50], 48) == [Outcome.DONE]
+    assert sorted(store.take_left() or ()) == [key(10), key(11), key(40)]
+    assert has_sized(store, [0, 7, 30, 50], 8, 8, 32, 48)
     store.close()
 
 
-def test_sizes_are_taken_up_to_a_bound_and_idle_ones_forgotten(
+def test_kinds_whose_blocks_were_deleted_are_forgotten_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds_module, "MAX_LENGTHS_KNOWN", 4)
+    monkeypatch.setattr(kinds_module, "KINDS_AT_ONCE", 1)
+    store = opened(tmp_path / "a")
+    for n in range(1, 5):
+        keep_sized(store, [n], 8 * n)
+    store.delete_scopes([ONE], soon())
+    for n in range(5, 9):
+        assert keep_sized(store, [n], 8 * n) == [Outcome.DONE]
+    store.close()
+    store = opened(tmp_path / "a")
+    assert has_sized(store, range(5, 9), *(8 * n for n in range(5, 9)))
+    store.close()
+
+
+def test_a_kind_in_use_does_not_go_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds_module, "MAX_LENGTHS_KNOWN", 2)
+    files = FaultyFiles()
+    store = DiskStore(options_of(tmp_path / "a", regions=4), files)
+    keep_sized(store, range(2), 16)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(call: str, offset: int) -> None:
+        if call == "write" and not begun.is_set():
+            begun.set()
+            assert go_on.wait(20)
+
+    files.fault = hang
+    writing = threading.Thread(target=keep_sized, args=(store, [9], 8))
+    writing.start()
+    assert begun.wait(10)
+    assert keep_sized(store, [3], 24) == [Outcome.DONE]
+    go_on.set()
+    writing.join()
+    assert has_sized(store, [9, 3], 8, 24)
+    store.close()
+
+
+def test_a_new_size_takes_the_place_of_the_one_with_the_fewest_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvd.tiers.disk.space.MAX_SIZES", 2)
     store = opened(tmp_path / "a", regions=8)
-    sizes = [4096 * n for n in range(1, 4)]
-    outcomes = [write(store, source(key(n), content(n, n)))[0] for n in sizes]
-    assert outcomes == [Outcome.DONE, Outcome.DONE, Outcome.FULL]
+    keep_sized(store, range(3), 4096)
+    keep_sized(store, [10], 8192)
+    assert keep_sized(store, [20], 12288) == [Outcome.DONE]
+    assert store.take_left() == [key(10)]
+    assert (store.usage().blocks, store.usage().evicted_blocks) == (4, 1)
+    store.delete_scopes([ONE], soon())
+    assert keep_sized(store, [30, 31], 16384) == [Outcome.DONE] * 2
+    assert store.take_left() == []
     store.close()
+    store = opened(tmp_path / "a", regions=8)
+    assert has_sized(store, [30, 31], 16384, 16384)
+    assert store.usage().blocks == 2
+    store.close()
+
+
+def keep_sized(store: DiskStore, numbers: Iterable[int], size: int) -> list[Outcome]:
+    return write(store, *(source(key(n), content(n, size)) for n in numbers))
+
+
+def has_sized(store: DiskStore, numbers: Iterable[int], *sizes: int) -> bool:
+    """Whether all these blocks are there, with their bytes."""
+    blocks = [target(key(n), size) for n, size in zip(numbers, sizes, strict=True)]
+    found = store.read(blocks, soon())
+    return found == [Outcome.DONE] * len(blocks) and all(
+        bytes(block.parts[0]) == content(n, size)
+        for n, size, block in zip(numbers, sizes, blocks, strict=True)
+    )
 
 
 def test_places_of_a_class_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.tiers.disk import warm
 from kvd.tiers.disk.files import DiskFiles, rounded_up
 from kvd.tiers.disk.index_file import ROW_WORDS, IndexFile, check_of
+from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds
 from kvd.tiers.disk.options import ALIGN, DiskOptions
 from kvd.tiers.disk.rows import RowWriter
 from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
@@ -44,7 +45,6 @@ log = logging.getLogger(__name__)
 MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten then
 FORGET_SCOPES_AGAIN_S = 60.0  # after a look for those, of a tenth of a second, that found few
 FEW_SCOPES = 16  # few is such a part of MAX_SCOPES_KNOWN
-MAX_LENGTHS_KNOWN = 4096  # kinds of blocks that one disk has seen
 LOG_SECONDS = 10.0  # between lines about one kind of failure
 MAX_LEFT = 131_072  # blocks of one disk that have left, and that nobody was told of yet
 USE_NOTED_S = 300  # a block's use is noted for the next start once in so many seconds
@@ -87,7 +87,6 @@ class Disk:
         self._unwiped: list[tuple[DiskSizeClass, Slots]] = []
         self._scopes: dict[bytes, int] = {}
         self._forget_scopes_at = 0.0
-        self._lengths: dict[bytes, int] = {}
         self.directory = directory
         self._owner = _owned(directory)
         try:
@@ -109,12 +108,13 @@ class Disk:
             self._count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
         self._scopes = {scope: number for number, scope in known.scopes.items()}
         self._scope_names = dict(known.scopes)
-        self._lengths = {lengths: number for number, lengths in known.lengths.items()}
         self._next_scope = known.next_scope
-        strides = {number: _stride(lengths) for number, lengths in known.lengths.items()}
+        kinds = {n: each for n, each in known.lengths.items() if n <= MAX_LENGTHS_KNOWN}
+        strides = {number: _stride(lengths) for number, lengths in kinds.items()}
         wrong = warm.fill(self._space, known, strides, seeds, own)
         self._rows = RowWriter(self._index)
         self._rows.remove([int(place) for place in wrong[:, 3]])
+        self._kinds = Kinds(kinds, self._rows, self._give_up)
         self._transfers = Transfers(self.slab, self._threads)
 
     # -- lookups ----------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Disk:
         with self._lock:
             scopes = self._scope_numbers([block.key.scope for block in batch.blocks], add=True)
             for lengths, rows in _by_lengths(batch.blocks).items():
-                kind = self._lengths_number(lengths)
+                kind = self._kinds.add(lengths, self._space.classes.values())
                 size_class = self._space.class_of(_stride(lengths))
                 known = rows[scopes[rows] != UNKNOWN_SCOPE]
                 if size_class is not None and kind is not None and known.size:
@@ -234,7 +234,7 @@ class Disk:
                     continue
                 found = size_class.find(batch.digests[rows], scopes[rows])
                 there = found != NOWHERE
-                there &= size_class.lengths[found] == self._lengths.get(lengths, -1)
+                there &= size_class.lengths[found] == self._kinds.number_of(lengths)
                 size_class.policy.missed(batch.digests[rows[~there], 0])
                 places = found[there]
                 size_class.name(places, batch.hashes(rows[there]))
@@ -428,6 +428,12 @@ class Disk:
         self._note_left(size_class, places)
         self._forget_rows(size_class, places)
 
+    def _give_up(self, size_class: DiskSizeClass, places: Slots) -> None:
+        """These blocks, which nobody reads or writes, leave."""
+        self._space.evicted += len(places)
+        self._note_left(size_class, places)
+        self._drop(size_class, places)
+
     def _note_left(self, size_class: DiskSizeClass, places: Slots) -> None:
         if self._left is None:
             return
@@ -492,13 +498,6 @@ class Disk:
             del self._scopes[self._scope_names.pop(number)]
             self._rows.remove_scope(number)
         return len(known)
-
-    def _lengths_number(self, lengths: bytes) -> int | None:
-        number = self._lengths.get(lengths)
-        if number is None and len(self._lengths) < MAX_LENGTHS_KNOWN:
-            number = self._lengths[lengths] = max(self._lengths.values(), default=0) + 1
-            self._rows.add_lengths(number, lengths)
-        return number
 
     def _count(self, reason: TierReason, times: int = 1) -> None:
         self.errors[reason] += times

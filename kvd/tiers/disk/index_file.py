@@ -37,12 +37,12 @@ CREATE TABLE IF NOT EXISTS blocks (place INTEGER PRIMARY KEY, record BLOB);
 
 @dataclass(slots=True)
 class Changes:
-    """What is to be written: rows by place, None where there is no block any more."""
+    """What is to be written: rows by place, lengths by number, None where none are left."""
 
     rows: dict[int, bytes | None] = field(default_factory=dict)
     scopes: dict[int, bytes] = field(default_factory=dict)
     gone_scopes: set[int] = field(default_factory=set)
-    lengths: dict[int, bytes] = field(default_factory=dict)
+    lengths: dict[int, bytes | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.scopes or self.gone_scopes or self.lengths)
@@ -107,7 +107,10 @@ class IndexFile:
                 gone = [(number,) for number in changes.gone_scopes]
                 db.executemany("DELETE FROM scopes WHERE id=?", gone)
                 db.executemany("INSERT INTO scopes VALUES (?, ?)", changes.scopes.items())
-                db.executemany("REPLACE INTO lengths VALUES (?, ?)", changes.lengths.items())
+                unused = [(n,) for n, lengths in changes.lengths.items() if lengths is None]
+                used = [kind for kind in changes.lengths.items() if kind[1] is not None]
+                db.executemany("DELETE FROM lengths WHERE id=?", unused)
+                db.executemany("REPLACE INTO lengths VALUES (?, ?)", used)
                 kept = [row for row in changes.rows.items() if row[1] is not None]
                 left = [(place,) for place, record in changes.rows.items() if record is None]
                 db.executemany("DELETE FROM blocks WHERE place=?", left)

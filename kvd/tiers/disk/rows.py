@@ -87,6 +87,11 @@ class RowWriter:
         with self._lock:
             self._waiting.lengths[number] = lengths
 
+    def remove_lengths(self, number: int) -> None:
+        """No row is of these any more; the number may be given to others."""
+        with self._lock:
+            self._waiting.lengths[number] = None
+
     def write_now(self, deadline: float) -> None:
         """Return when all that was told is on the disk. TierError where it can't be."""
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvd.core.keys import Slots
-from kvd.tiers.disk.size_class import NO_REGION, DiskSizeClass
+from kvd.tiers.disk.size_class import NO_REGION, DiskSizeClass, PlaceState
 
 MAX_SIZES = 256  # classes of one disk
 Left = Callable[[DiskSizeClass, Slots], None]
@@ -30,9 +30,11 @@ class DiskSpace:
     def class_of(self, stride: int) -> DiskSizeClass | None:
         """The class for blocks of that size, made where there is none; None: there can't be one."""
         found = self.classes.get(stride)
+        if found is not None or not 0 < stride <= self.region_bytes:
+            return found
         if len(self.classes) >= MAX_SIZES:
-            self._forget_empty()
-        if found is None and 0 < stride <= self.region_bytes and len(self.classes) < MAX_SIZES:
+            self._give_up_least()
+        if len(self.classes) < MAX_SIZES:
             found = DiskSizeClass(stride, self.region_bytes, self.regions, self._policy)
             self.classes[stride] = found
         return found
@@ -77,10 +79,18 @@ class DiskSpace:
             del self.classes[other.stride]
         return region
 
-    def _forget_empty(self) -> None:
-        for stride, size_class in list(self.classes.items()):
-            if not (size_class.regions != NO_REGION).any():
-                del self.classes[stride]
+    def _give_up_least(self) -> None:
+        """Let go of the class with the fewest blocks of those in which nobody reads or writes."""
+        for least in sorted(self.classes.values(), key=len):
+            states = least.states[least.in_use()]
+            ready = np.flatnonzero(states == PlaceState.READY)
+            idle = len(ready) == np.count_nonzero(states) and not least.pins[ready].any()
+            if idle:
+                self._note(least, ready)
+                held = least.regions[least.regions != NO_REGION]
+                self._unused += np.sort(held)[::-1].tolist()
+                del self.classes[least.stride]
+                return
 
     def _note(self, size_class: DiskSizeClass, places: Slots) -> None:
         if places.size:
