@@ -7,6 +7,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -410,6 +411,44 @@ def test_a_block_that_lost_a_piece_is_missing_and_can_be_written_again(
     assert not has(store, 2)
     assert store.exists([key(2)], soon()) == [False]
     store.close()
+
+
+def test_a_name_that_is_a_list_costs_no_block_but_its_own(server: ValkeyServer) -> None:
+    with closing(alone(server)) as store:
+        keep(store, NUMBERS)
+        (name,) = names_of(store, 3)
+        assert server.call("DEL", name) == ":1\r\n"
+        assert server.call("RPUSH", name, "of another") == ":1\r\n"
+        missing = [n for n, outcome in outcomes_of_reading(store).items() if outcome is not DONE]
+        assert missing == [3]
+        keep(store, range(len(NUMBERS) + 1))
+        assert all(has(store, n) for n in range(len(NUMBERS) + 1))
+        server.call("DEL", name)
+        server.call("RPUSH", name, "of another")
+        store.delete([key(2), key(3)], soon())
+        assert not has(store, 2)
+        assert store.usage().errors == {}
+
+
+def test_counts_of_blocks_do_not_follow_the_last_ones_size(server: ValkeyServer) -> None:
+    server.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    with closing(alone(server)) as store:
+        keep(store, range(100))
+        until(lambda: store.usage().blocks == 100)
+        server.call("CONFIG", "SET", "maxmemory", "1mb")
+        until(lambda: store.usage().blocks == 0)
+        evicted = store.usage().evicted_blocks
+        assert 90 <= evicted <= 100
+        server.call("CONFIG", "SET", "maxmemory", "0")
+        keep(store, range(100))
+        until(lambda: store.usage().blocks == 100)
+        assert store.write([source(key(1000), bytes(24 << 20))], soon()) == [DONE]
+        until(lambda: store.usage().blocks != 100)
+        assert 95 <= store.usage().blocks <= 105
+        server.call("CONFIG", "RESETSTAT")
+        server.call("FLUSHALL")
+        until(lambda: store.usage().blocks == 0)
+        assert store.usage().evicted_blocks == evicted
 
 
 @pytest.mark.parametrize("before", [WHOLE, CUT])

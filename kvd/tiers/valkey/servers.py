@@ -34,6 +34,7 @@ HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something fo
 _HEAD_END = b"%d" % (HEAD_BYTES - 1)
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
+_NOT_THERE = _ELSEWHERE | {"WRONGTYPE"}  # a name that somebody gave to a list, or the like
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
 
 
@@ -155,10 +156,11 @@ class Servers:
         return self._run(home, commands, deadline, changes=changes, into=into)
 
     def heads(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes]:
-        """What values begin with, HEAD_BYTES at most; nothing where there is none, or where its
-        slot is no longer there."""
+        """What values begin with, HEAD_BYTES at most; nothing where there is no value, or where
+        its slot is no longer there."""
         commands: list[Command] = [[b"GETRANGE", name, b"0", _HEAD_END] for name in names]
-        return [head or b"" for head in _found(self.run(home, commands, deadline))]
+        heads = _found(self.run(home, commands, deadline))
+        return [head if isinstance(head, bytes) else b"" for head in heads]
 
     def fill(
         self, home: Home, names: Sequence[bytes], into: Sequence[Room], deadline: float
@@ -371,10 +373,13 @@ def _left(deadline: float) -> float:
 
 
 def _found(answers: list[Answer]) -> list[Answer]:
-    """Values; None where a slot is no longer there. Raises what else was refused."""
+    """Values; None where a slot is no longer there, or what is there is no value.
+
+    Raises what else was refused.
+    """
     for number, answer in enumerate(answers):
         if isinstance(answer, ServerRefusal):
-            if answer.code not in _ELSEWHERE:
+            if answer.code not in _NOT_THERE:
                 raise answer
             answers[number] = None
     return answers

@@ -51,8 +51,9 @@ class ValkeyStore:
         self._gang = Gang("kvd-valkey", self._options.threads)
         self._moves = Moves(self._servers, self._gang, self._book, self._options.ttl_seconds)
         self._errors: Counter[TierReason] = Counter()
-        self._values_per_block = 2.0
-        self._evicted_at_start: dict[str, int] = {}
+        self._moved = Counter(blocks=1, values=1)
+        self._evicted_blocks = 0.0
+        self._evicted_keys: dict[str, int] = {}  # by server, of which it told last
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -110,16 +111,18 @@ class ValkeyStore:
         told = dict(self._servers.told)
         keys = sum(_keys(said) for said in told.values())
         limits = [int(said.get("maxmemory", 0)) for said in told.values()]
-        evicted = 0
-        for home, said in told.items():
-            so_far = int(said.get("evicted_keys", 0))
-            evicted += so_far - self._evicted_at_start.setdefault(home, so_far)
-        each = self._values_per_block
+        each = self._moved["values"] / self._moved["blocks"]
+        now = {home: int(said.get("evicted_keys", 0)) for home, said in told.items()}
+        for home, count in now.items():
+            before = self._evicted_keys.get(home, count)
+            # One that was started again counts from 0.
+            self._evicted_blocks += (count - before if count >= before else count) / each
+        self._evicted_keys = now
         return TierUsage(
             blocks=-int(-keys // each),
             bytes=sum(int(said.get("used_memory", 0)) for said in told.values()),
             capacity_bytes=sum(limits) if all(limits) else 0,
-            evicted_blocks=max(0, int(evicted / each)),
+            evicted_blocks=int(self._evicted_blocks),
             errors=dict(self._errors),
             notes=self._servers.notes,
         )
@@ -179,7 +182,7 @@ class ValkeyStore:
             command = ["SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
             (said,) = self._servers.run(home, [command], deadline)
             _require_done([said])
-            cursor, names = said
+            cursor, names = _found_names(said)
             some = [name for name in names if name.startswith(begins)]
             if some:
                 found = True
@@ -219,7 +222,7 @@ class ValkeyStore:
         name, slot = self._book.place_of(block.key)
         shape = self._book.shape_of(block)
         home = self._servers.home_of(slot)
-        self._values_per_block = 1.0 + len(shape.spans)
+        self._moved.update(blocks=1, values=1 + len(shape.spans))
         record = bytearray(record_bytes(len(block.parts)))
         return Move(number, block, name, shape, home, record)
 
@@ -278,6 +281,14 @@ def _require_done(answers: Sequence[object]) -> None:
     for answer in answers:
         if isinstance(answer, TierError):
             raise answer
+
+
+def _found_names(said: object) -> tuple[bytes, list[bytes]]:
+    """What SCAN says: where to go on, and names. TierError where it is something else."""
+    match said:
+        case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
+            return cursor, names
+    raise TierError("a server names nothing when it is asked for names", TierReason.REFUSED)
 
 
 def _keys(said: dict[str, str]) -> int:
