@@ -6,7 +6,7 @@ import gc
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -493,6 +493,71 @@ def test_a_hundred_thousand_names_of_others_do_not_keep_a_scope_from_going(
         store.delete_scopes([OTHER], time.monotonic() + 0.002)
     assert raised.value.reason is TierReason.TIMEOUT
     store.close()
+
+
+def test_a_deletion_that_takes_longer_than_its_deadline_goes_on_where_it_was(
+    server: ValkeyServer, store_of_many: ValkeyStore
+) -> None:
+    tries = tries_to_delete(store_of_many, 0.1)
+    assert 3 < tries < 200
+    assert not any(has(store_of_many, n) for n in range(50))
+    assert all(has(store_of_many, n, OTHER) for n in range(50))
+
+
+def test_what_is_written_between_two_tries_to_delete_goes_too(store_of_many: ValkeyStore) -> None:
+    for first in range(100, 400, 50):
+        with pytest.raises(TierError):
+            store_of_many.delete_scopes([ONE], time.monotonic() + 0.1)
+        keep(store_of_many, range(first, first + 50))
+    assert tries_to_delete(store_of_many, 0.1) < 200
+    assert not any(has(store_of_many, n) for n in range(400))
+
+
+def test_a_server_that_was_started_again_is_gone_through_from_the_beginning(
+    server: ValkeyServer, store_of_many: ValkeyStore
+) -> None:
+    with pytest.raises(TierError):
+        store_of_many.delete_scopes([ONE], time.monotonic() + 0.1)
+    server.kill()
+    server.start()
+    server.wait()
+    keep_by_another(server, range(1000))
+    until(lambda: _is_told(lambda: store_of_many.delete_scopes([ONE], soon())))
+    assert not any(has(store_of_many, n) for n in range(1000))
+
+
+def test_so_many_deletions_go_on_where_they_were(
+    store_of_many: ValkeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.tiers.valkey.store.MAX_UNFINISHED", 2)
+    for scope in (ONE, OTHER, b"3" * 32):
+        with pytest.raises(TierError):
+            store_of_many.delete_scopes([scope], time.monotonic() + 0.1)
+    left = list(store_of_many._unfinished)
+    assert left == [(store_of_many._book.begin_of_scope(s),) for s in (OTHER, b"3" * 32)]
+
+
+@pytest.fixture
+def store_of_many(server: ValkeyServer) -> Iterator[ValkeyStore]:
+    """It takes some tenths of a second to go through the server's names."""
+    with closing(alone(server)) as store:
+        keep(store, range(50))
+        keep(store, range(50), OTHER)
+        server.call("DEBUG", "POPULATE", 1_000_000, "kvd:x")
+        yield store
+
+
+def keep_by_another(server: ValkeyServer, numbers: Sequence[int]) -> None:
+    with closing(alone(server)) as another:
+        keep(another, numbers)
+
+
+def tries_to_delete(store: ValkeyStore, seconds: float) -> int:
+    """How often ONE had to be deleted, each time with so many seconds."""
+    for tries in range(1, 1000):
+        if _is_told(lambda: store.delete_scopes([ONE], time.monotonic() + seconds)):
+            return tries
+    raise AssertionError("it never ends")
 
 
 def _is_told(call: Callable[[], None]) -> bool:

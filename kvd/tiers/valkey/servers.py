@@ -171,6 +171,13 @@ class Servers:
         """
         return _found(self.run(home, [[b"GET", name] for name in names], deadline, into=into))
 
+    def run_of(self, home: Home, deadline: float) -> str:
+        """Which run of the server it is: another after it was started again."""
+        (told,) = self.run(home, [["INFO", "server"]], deadline)
+        if isinstance(told, ServerRefusal):
+            raise told
+        return _parsed(told).get("run_id", "") if isinstance(told, bytes) else ""
+
     def settle_doubts(self, deadline: float) -> None:
         """Wait until writes that were given up have happened, or never will. TierError."""
         for doubt in list(self._doubts):

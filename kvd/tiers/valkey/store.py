@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from kvd.tiers.gang import Gang, require_time
@@ -32,7 +33,19 @@ CALLS_AT_ONCE = 4
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
 RUN_BYTES = 16 << 20  # whose names are made and looked for at once, while others move
 LEAST_IN_RUN = 64  # blocks
+MAX_UNFINISHED = 256  # deletions that are remembered how far they have come
 _SCAN_COUNT = "1000"
+_BEGIN = b"0"  # the cursor with which SCAN begins and ends
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """How far the names of one server were gone through."""
+
+    run: str = ""  # of the server's process, whose cursors mean nothing to the next
+    cursor: bytes = _BEGIN
+    found: bool = False
+    is_over: bool = False
 
 
 class ValkeyStore:
@@ -54,6 +67,7 @@ class ValkeyStore:
         self._moved = Counter(blocks=1, values=1)
         self._evicted_blocks = 0.0
         self._evicted_keys: dict[str, int] = {}  # by server, of which it told last
+        self._unfinished: dict[tuple[bytes, ...], tuple[list[str], dict[str, _Sweep]]] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -81,6 +95,8 @@ class ValkeyStore:
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
         self._begin_call(deadline)
+        if self._unfinished:
+            self._begin_sweeps_anew(block.key.scope for block in blocks)
         first: dict[TierKey, int] = {}
         firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
         moves: dict[int, Move] = {}
@@ -155,41 +171,74 @@ class ValkeyStore:
     def _delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         """Look through all names of each server, again and again until there is none.
 
-        Once would do, but for slots that move from a server to another meanwhile.
+        Once would do, but for slots that move from a server to another meanwhile. What the
+        deadline cuts short the next call goes on with: all names may take longer than any deadline.
         """
         self._servers.settle_doubts(deadline)
         begins = tuple(self._book.begin_of_scope(scope) for scope in scopes)
+        with self._lock:
+            homes, sweeps = self._unfinished.pop(begins, ([], {}))
+        try:
+            is_done = False
+            while not is_done:
+                self._servers.refresh()
+                if self._servers.homes() != homes:
+                    homes, sweeps = self._servers.homes(), {}
+                self._sweep_all(homes, sweeps, begins, deadline)
+                is_done = not any(sweep.found for sweep in sweeps.values())
+                sweeps.clear()
+                self._servers.refresh()
+                is_done = is_done and self._servers.homes() == homes
+        except TierError:
+            with self._lock:
+                self._unfinished[begins] = (homes, sweeps)
+                if len(self._unfinished) > MAX_UNFINISHED:
+                    del self._unfinished[next(iter(self._unfinished))]
+            raise
+
+    def _sweep_all(
+        self,
+        homes: list[str],
+        sweeps: dict[str, _Sweep],
+        begins: tuple[bytes, ...],
+        deadline: float,
+    ) -> None:
         pattern = begins[0] if len(begins) == 1 else self._book.begin_of_scope(b"")
-        found = [1]
-        while found:
-            found = []
-            self._servers.refresh()
-            homes = self._servers.homes()
+        for home in homes:
+            sweeps.setdefault(home, _Sweep())
 
-            def sweep(home: str, _: list[bytes], found: list[int] = found) -> None:
-                found += [1] * self._sweep(home, pattern + b"*", begins, deadline)
+        def sweep(home: str, _: list[bytes]) -> None:
+            self._sweep(home, sweeps[home], pattern + b"*", begins, deadline)
 
-            self._all([(home, []) for home in homes], sweep, deadline)
-            self._servers.refresh()
-            if self._servers.homes() != homes:
-                found.append(1)
+        self._all([(home, []) for home in homes], sweep, deadline)
 
-    def _sweep(self, home: str, pattern: bytes, begins: tuple[bytes, ...], deadline: float) -> bool:
-        """Remove what one server has; whether there was any."""
-        cursor, found = b"0", False
-        while True:
+    def _sweep(
+        self, home: str, sweep: _Sweep, pattern: bytes, begins: tuple[bytes, ...], deadline: float
+    ) -> None:
+        """Go through what one server has, from where it was left, and remove what is meant."""
+        run = self._servers.run_of(home, deadline)
+        if sweep.run != run:  # what its cursors mean is forgotten
+            sweep.run, sweep.cursor, sweep.is_over = run, _BEGIN, False
+        while not sweep.is_over:
             require_time(deadline)
-            command = ["SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
+            command = ["SCAN", sweep.cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
             (said,) = self._servers.run(home, [command], deadline)
             _require_done([said])
             cursor, names = _found_names(said)
             some = [name for name in names if name.startswith(begins)]
             if some:
-                found = True
+                sweep.found = True
                 commands: list[Command] = [["UNLINK", name] for name in some]
                 _require_done(self._servers.run(home, commands, deadline, changes=True))
-            if cursor == b"0":
-                return found
+            sweep.cursor, sweep.is_over = cursor, cursor == _BEGIN
+
+    def _begin_sweeps_anew(self, scopes: Iterable[bytes]) -> None:
+        """What is written now may have names that a deletion has gone past."""
+        begins = [self._book.begin_of_scope(scope) for scope in set(scopes)]
+        with self._lock:
+            for known in list(self._unfinished):
+                if any(begin.startswith(known) for begin in begins):
+                    del self._unfinished[known]
 
     # -- calls --------------------------------------------------------------------------------
 
