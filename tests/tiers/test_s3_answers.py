@@ -21,15 +21,17 @@ NAME = "kvd/ab403cd507/401"
 
 
 class Answering(ThreadingHTTPServer):
-    """Answers each request with one status, without a word."""
+    """Answers each request with one status, without a word; 403 where the key is not right."""
 
     status = 500
+    key = ""
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         assert isinstance(self.server, Answering)
-        self.send_response(self.server.status)
+        is_let_in = f"Credential={self.server.key}" in self.headers["Authorization"]
+        self.send_response(self.server.status if is_let_in else 403)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -88,3 +90,48 @@ def test_an_answer_is_called_by_its_status(
 ) -> None:
     answering.status = status
     assert reason(bucket(answering.server_port, tmp_path)) is wanted
+
+
+def test_who_is_refused_says_so_and_looks_whether_its_files_hold_other_credentials(
+    answering: Answering,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("kvd.tiers.s3.bucket.RENEW_SECONDS", 0.0)
+    answering.status, answering.key = 200, "none/"
+    of = bucket(answering.server_port, tmp_path)
+    assert of.has(NAME)
+    answering.key = "another/"
+    assert [reason(of) for _ in range(3)] == [TierReason.REFUSED] * 3
+    assert "refuses us" in of.problem
+    assert caplog.text.count("refuses us") == 1
+    (tmp_path / "key").unlink()
+    assert reason(of) is TierReason.REFUSED
+    (tmp_path / "key").write_text("another")
+    assert reason(of) is TierReason.REFUSED
+    assert of.has(NAME)
+    assert not of.problem
+
+
+def test_files_are_not_read_for_each_refusal(
+    answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.tiers.s3.bucket.RENEW_SECONDS", 60.0)
+    answering.status, answering.key = 200, "another/"
+    of = bucket(answering.server_port, tmp_path)
+    assert reason(of) is TierReason.REFUSED
+    (tmp_path / "key").write_text("another")
+    assert [reason(of) for _ in range(3)] == [TierReason.REFUSED] * 3
+
+
+def test_a_bucket_that_refuses_some_is_not_told_of_each_time(
+    answering: Answering, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = bucket(answering.server_port, tmp_path)
+    for _ in range(10):
+        answering.status = 403
+        assert reason(of) is TierReason.REFUSED
+        answering.status = 200
+        assert of.has(NAME)
+    assert caplog.text.count("refuses us") == 1

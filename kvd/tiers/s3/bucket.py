@@ -30,6 +30,7 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store as Objects
 
+from kvd.processes.complaints import log_limited
 from kvd.tiers.options import content_of, secret_of
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.sealing import has_lengths_of, lengths_in, proves, record_bytes, sound_record_of
@@ -48,9 +49,12 @@ from kvd.tiers.store import (
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 1.0  # after a request without an answer
+RENEW_SECONDS = 1.0  # between two looks whether a refused bucket's files hold something else
+LOG_SECONDS = 60.0  # between two lines about what is wrong with it
 LISTED_AT_ONCE = 1000  # that are listed in one request
 REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
 READ_BYTES = 1 << 20  # copied at once
+_REFUSALS = ("NoSuchBucket", "AccessDenied", "ExpiredToken")
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 
 
@@ -60,8 +64,9 @@ class Bucket:
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._quiet_until = 0.0
-        self.problem = ""  # why it did not answer last
+        self._quiet_until = self._renew_at = self._say_at = 0.0
+        self.problem = ""  # that it did not answer last, or refused us, and why
+        self._secrets = self._read_files()
         self._objects = self._open()
 
     def meet(self) -> None:
@@ -181,11 +186,45 @@ class Bucket:
         with self._lock:
             if error is None:
                 self.problem = ""
-            elif error.reason in (TierReason.TIMEOUT, TierReason.UNREACHABLE):
-                if not self.problem:
-                    log.warning("the bucket %s: %s", self._options.bucket, error)
-                self.problem = str(error)
-                self._quiet_until = time.monotonic() + QUIET_SECONDS
+                return
+            is_silent = error.reason in (TierReason.TIMEOUT, TierReason.UNREACHABLE)
+            if not is_silent and error.reason is not TierReason.REFUSED:
+                return
+            now = time.monotonic()
+            if is_silent:
+                self._quiet_until = now + QUIET_SECONDS
+            problem = f"{'does not answer' if is_silent else 'refuses us'}: {error}"
+            if not self.problem and now >= self._say_at:
+                self._say_at = now + LOG_SECONDS
+                log.warning("the bucket %s %s", self._options.bucket, problem)
+            self.problem = problem
+            if now >= self._renew_at:
+                self._renew_at = now + RENEW_SECONDS
+                self._renew()
+
+    def _renew(self) -> None:
+        """Take what the files with credentials and authorities hold by now."""
+        try:
+            secrets = self._read_files()
+            if secrets != self._secrets:
+                self._secrets = secrets
+                self._objects = self._open()
+                log.info(
+                    "the bucket %s is asked with what its files hold now", self._options.bucket
+                )
+        except TierUnusable as error:
+            log_limited(f"the bucket's files can't be read again, what they held stays: {error}")
+
+    def _read_files(self) -> dict[str, str | bytes]:
+        """What the files hold that options name, by option. TierUnusable."""
+        found: dict[str, str | bytes] = {}
+        for option in ("access_key_file", "secret_key_file"):
+            file = getattr(self._options, option)
+            if file is not None:
+                found[option] = secret_of(option, file)
+        if self._options.ca_file is not None:
+            found["ca_file"] = content_of("ca_file", self._options.ca_file)
+        return found
 
     def _open(self) -> Objects:
         options = self._options
@@ -196,17 +235,19 @@ class Bucket:
         }
         if options.endpoint:
             config["endpoint"] = options.endpoint.rstrip("/")
-        for option, name in (("access_key", "access_key_id"), ("secret_key", "secret_access_key")):
-            file = getattr(options, f"{option}_file")
-            if file is not None:
-                config[name] = secret_of(f"{option}_file", file)
+        for option, name in (
+            ("access_key_file", "access_key_id"),
+            ("secret_key_file", "secret_access_key"),
+        ):
+            if option in self._secrets:
+                config[name] = self._secrets[option]
         client: Any = {
             "timeout": timedelta(seconds=options.request_timeout_seconds),
             "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
             "allow_http": options.allow_http,
         }
-        if options.ca_file is not None:
-            client["root_certificate"] = content_of("ca_file", options.ca_file)
+        if "ca_file" in self._secrets:
+            client["root_certificate"] = self._secrets["ca_file"]
         retry: Any = {
             "max_retries": options.retries,
             "retry_timeout": timedelta(seconds=options.request_timeout_seconds),
@@ -249,7 +290,7 @@ def _translated(error: Exception) -> TierError:
     status = found[1] if found else ""
     refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
     refused = refused or status in ("401", "403")
-    if refused or "NoSuchBucket" in whole or "AccessDenied" in whole:
+    if refused or any(word in whole for word in _REFUSALS):
         return TierError(said, TierReason.REFUSED)
     if "InsufficientStorage" in whole or status == "507":
         return TierError(said, TierReason.NO_SPACE)

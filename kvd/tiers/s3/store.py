@@ -96,7 +96,7 @@ class S3Store:
         self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline))
 
     def usage(self) -> TierUsage:
-        notes = [f"the bucket does not answer: {self._bucket.problem}"]
+        notes = [f"the bucket {self._bucket.problem}"]
         return TierUsage(
             blocks=0,
             bytes=0,
