@@ -527,6 +527,25 @@ def test_places_of_a_class_are_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     store.close()
 
 
+def test_blocks_stay_at_home_from_release_to_release(tmp_path: Path) -> None:
+    """A disk is asked only for what belongs there by the slabs' seeds, read as they always were."""
+    disks = [tmp_path / name for name in ("a", "b", "c")]
+    opened(*disks).close()
+    for number, disk in enumerate(disks):
+        with (disk / "slab").open("r+b") as slab:
+            slab.seek(24)  # behind the kind, the release and the regions' size
+            slab.write(bytes(range(16 * number, 16 * number + 16)))
+        (disk / "index.sqlite").unlink()
+    store = opened(*disks)
+    keep(store, range(BLOCKS))
+    store.close()
+    held = []
+    for disk in disks:
+        with contextlib.closing(sqlite3.connect(disk / "index.sqlite")) as index:
+            held.append(index.execute("SELECT count(*) FROM blocks").fetchone()[0])
+    assert held == [6, 4, 6]
+
+
 # -- killed at any moment ------------------------------------------------------------------------
 
 

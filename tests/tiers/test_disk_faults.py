@@ -6,6 +6,7 @@ import errno
 import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from tests.small_tmpfs import fill, small_tmpfs
 from tests.tiers.contract import (
     BLOCK_BYTES,
     ONE,
+    OTHER,
     content,
     has,
     keep,
@@ -224,7 +226,9 @@ def test_a_deletion_that_takes_longer_than_its_deadline_goes_on_where_it_was(
             wiped.append(offset)
 
     files.fault = slow
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0], time=time.time)
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + later_s[0], time=time.time, sleep=time.sleep
+    )
     monkeypatch.setattr(disk_module, "time", clock)
     monkeypatch.setattr(wiping, "STEP_BYTES", BLOCK_BYTES)
     calls = 1
@@ -453,3 +457,54 @@ def test_random_faults_give_no_wrong_byte(directory: Path, files: FaultyFiles) -
             for n, block, outcome in zip(some, blocks, store.read(blocks, soon()), strict=True):
                 assert outcome is not Outcome.DONE or bytes(block.parts[0]) == content((n, ONE))
         store.close()
+
+
+def test_others_are_served_between_the_steps_of_a_large_deletion(
+    directory: Path, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.tiers.disk.disk.PLACES_AT_ONCE", 4)
+    monkeypatch.setattr("kvd.tiers.disk.disk.BREATH_S", 0.1)
+    store = opened(directory, files, regions=32)
+    keep(store, range(40))
+    keep(store, [1], OTHER)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(call: str, offset: int) -> None:
+        if call == "write" and not begun.is_set():
+            begun.set()
+            assert go_on.wait(20)
+
+    files.fault = hang
+    writing = threading.Thread(target=keep, args=(store, [90]))
+    writing.start()
+    assert begun.wait(10)
+    deleting = threading.Thread(target=store.delete_scopes, args=([ONE], soon()))
+    deleting.start()
+    time.sleep(0.15)
+    go_on.set()  # it is kept before the deletion has come to its place
+    writing.join()
+    assert has(store, 1, OTHER)
+    assert not any(has(store, n) for n in range(40))
+    keep(store, [2], OTHER)
+    keep(store, [3])
+    assert deleting.is_alive()
+    deleting.join()
+    assert has(store, 1, OTHER)
+    assert has(store, 2, OTHER)
+    assert has(store, 3)
+    assert store.usage().blocks == 3
+    store.close()
+    store = opened(directory, regions=32)
+    assert [has(store, n) for n in (1, 3, 90)] == [False, True, False]
+    store.close()
+
+
+def test_a_deleted_scope_is_not_named_in_the_index_any_more(directory: Path) -> None:
+    """Rows of it that a crash left over would lead somewhere."""
+    store = opened(directory)
+    keep(store, [1])
+    keep(store, [1], OTHER)
+    store.delete_scopes([ONE], soon())
+    store.close()
+    with closing(sqlite3.connect(directory / "index.sqlite")) as index:
+        assert index.execute("SELECT scope FROM scopes").fetchall() == [(OTHER,)]

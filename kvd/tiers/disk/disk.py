@@ -47,6 +47,8 @@ FORGET_SCOPES_AGAIN_S = 60.0  # after a look for those, of a tenth of a second, 
 FEW_SCOPES = 16  # few is such a part of MAX_SCOPES_KNOWN
 LOG_SECONDS = 10.0  # between lines about one kind of failure
 MAX_LEFT = 131_072  # blocks of one disk that have left, and that nobody was told of yet
+PLACES_AT_ONCE = 8192  # that a deletion looks at before others may take the lock
+BREATH_S = 0.0002  # for them to take it
 USE_NOTED_S = 300  # a block's use is noted for the next start once in so many seconds
 UNKNOWN_SCOPE = 0
 _Begin = Callable[[Sequence[BlockMove], float], list[Future[None]]]
@@ -299,12 +301,23 @@ class Disk:
             for number in numbers:
                 del self._scope_names[number]
                 self._rows.remove_scope(number)
-            for size_class in self._space.classes.values():
-                span = size_class.in_use()
+            classes = list(self._space.classes.values())
+        # From here on no lookup finds them, and nothing new is written under these numbers.
+        for size_class in classes:
+            self._take_out_scopes(size_class, numbers)
+        self._wipe_out(deadline)
+
+    def _take_out_scopes(self, size_class: DiskSizeClass, numbers: Sequence[int]) -> None:
+        """Some places at a time: others wait for the lock, and a scope may have millions."""
+        first = 0
+        while numbers and first < size_class.size:
+            with self._lock:
+                span = slice(first, min(first + PLACES_AT_ONCE, size_class.in_use().stop))
                 mine = np.isin(size_class.scopes[span], numbers)
                 mine &= np.isin(size_class.states[span], (PlaceState.READY, PlaceState.WRITING))
-                self._take_out(size_class, np.flatnonzero(mine))
-        self._wipe_out(deadline)
+                self._take_out(size_class, first + np.flatnonzero(mine))
+                first = span.stop if span.stop == first + PLACES_AT_ONCE else size_class.size
+            time.sleep(BREATH_S)
 
     def _take_out(self, size_class: DiskSizeClass, places: Slots) -> None:
         if not places.size:
@@ -342,8 +355,10 @@ class Disk:
             self._rows.write_now(deadline)
             with self._lock:
                 self._unwiped[: len(leaving)] = left
-                for size_class, places in wiped:
+            for size_class, places in wiped:
+                with self._lock:
                     size_class.free(places)
+                time.sleep(BREATH_S)
             if left:
                 raise TierTimeout("not all that was deleted is wiped")
         except OSError as error:
