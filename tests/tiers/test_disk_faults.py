@@ -18,6 +18,7 @@ from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk import wiping
 from kvd.tiers.disk.files import Buffers
 from kvd.tiers.disk.index_file import IndexFile
+from kvd.tiers.disk.slab import HEADER_BYTES
 from kvd.tiers.disk.store import DiskStore
 from kvd.tiers.store import Outcome, TierError, TierReason, TierTimeout, TierUnusable
 from tests.small_tmpfs import fill, small_tmpfs
@@ -410,6 +411,33 @@ def test_no_room_for_the_slab_is_said_with_what_to_change(tmp_path: Path) -> Non
         with pytest.raises(TierUnusable, match="lower directory_bytes"):
             opened(mount / "disk", regions=64)
         store = opened(mount / "disk", regions=8)
+        keep(store, range(8))
+        store.close()
+
+
+class CountingFiles(FaultyFiles):
+    """Notes what is to be reserved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reserved: list[int] = []
+
+    def reserve(self, fd: int, size: int) -> None:
+        self.reserved.append(size)
+        super().reserve(fd, size)
+
+
+def test_what_there_is_no_room_for_does_not_fill_the_file_system_first(tmp_path: Path) -> None:
+    """Each try would: a neighbour finds no room meanwhile, and a disk may not be mounted."""
+    files = CountingFiles()
+    with small_tmpfs(tmp_path / "mount", 16 << 20) as mount:
+        with pytest.raises(TierUnusable, match="lower directory_bytes: No space left"):
+            opened(mount / "disk", files, regions=64)
+        assert files.reserved == [HEADER_BYTES]
+        opened(mount / "disk", files).close()
+        filler = fill(mount)
+        filler.write_bytes(bytes(filler.stat().st_size - (256 << 10)))  # the index needs a little
+        store = opened(mount / "disk", files)  # it has its room
         keep(store, range(8))
         store.close()
 

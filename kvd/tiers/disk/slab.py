@@ -123,6 +123,8 @@ class Slab:
     def _reserve(self) -> None:
         size, had = self.start_of(self.regions), os.fstat(self._fd).st_size
         try:
+            self._files.reserve(self._fd, HEADER_BYTES)
+            self._require_room(size)
             self._files.reserve(self._fd, size)
         except OSError as error:
             if not is_unsupported(error):
@@ -133,6 +135,14 @@ class Slab:
             self.notes.append(f"{self._path}: the file system can't reserve room, and may run out")
         if os.fstat(self._fd).st_size != size:
             os.ftruncate(self._fd, size)
+
+    def _require_room(self, size: int) -> None:
+        """OSError where there can't be so much: to try would fill the file system meanwhile."""
+        there = os.fstatvfs(self._fd)
+        free = there.f_bfree if os.geteuid() == 0 else there.f_bavail
+        has = os.fstat(self._fd).st_blocks * 512
+        if size - has > free * there.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _begin(self) -> tuple[bytes, bool]:
         """The slab's identity, and whether it was given to it now."""
