@@ -38,6 +38,7 @@ from tests.tiers.contract import (
 )
 from tests.tiers.faulty_files import HALF, FaultyFiles
 from tests.tiers.test_disk_contract import options_of
+from tests.tiers.valkey_rig import until
 
 
 @pytest.fixture
@@ -356,6 +357,40 @@ def test_an_index_that_cannot_be_written_is_given_up_and_blocks_stay(
     store = opened(directory)
     assert store.usage().blocks == 0
     keep(store, range(4))
+    store.close()
+
+
+def test_an_index_that_was_given_up_is_written_anew_where_it_can_be(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_module, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(rows_module, "ANEW_S", 0.2)
+    monkeypatch.setattr(disk_module, "PLACES_AT_ONCE", 3)
+    store = opened(directory, regions=64)
+    keep(store, range(30))
+    keep(store, range(10), OTHER)
+
+    def refuse(self: IndexFile, *arguments: object, **more: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexFile, "commit", refuse)
+        keep(store, [30])
+        until(lambda: store.usage().notes != ())
+        store.delete_scopes([OTHER], soon())
+        store.delete([key(1)], soon())
+        keep(store, [1], b"3" * 32)
+        time.sleep(0.5)  # it is tried, and fails yet
+        assert "given up" in store.usage().notes[0]
+    until(lambda: not store.usage().notes)
+    keep(store, [5], OTHER)
+    store.delete([key(2)], soon())
+    store.close()
+    store = opened(directory, regions=64)
+    assert store.usage().errors == {}
+    assert [n for n in range(31) if not has(store, n)] == [1, 2]
+    assert [n for n in range(10) if has(store, n, OTHER)] == [5]
+    assert has(store, 1, b"3" * 32)
     store.close()
 
 

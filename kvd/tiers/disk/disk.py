@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.keys import U32, U64, Slots
-from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.tiers.disk import warm
 from kvd.tiers.disk.files import DiskFiles, rounded_up
 from kvd.tiers.disk.index_file import ROW_WORDS, IndexFile, check_of
 from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds
 from kvd.tiers.disk.options import ALIGN, DiskOptions
+from kvd.tiers.disk.owner import owned
 from kvd.tiers.disk.rows import RowWriter
 from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
 from kvd.tiers.disk.slab import HEADER_BYTES, Slab
@@ -37,7 +35,6 @@ from kvd.tiers.store import (
     TierKey,
     TierReason,
     TierTimeout,
-    TierUnusable,
 )
 
 log = logging.getLogger(__name__)
@@ -52,7 +49,6 @@ BREATH_S = 0.0002  # for them to take it
 USE_NOTED_S = 300  # a block's use is noted for the next start once in so many seconds
 UNKNOWN_SCOPE = 0
 _Begin = Callable[[Sequence[BlockMove], float], list[Future[None]]]
-_OWNER_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Disk:
         self._scopes: dict[bytes, int] = {}
         self._forget_scopes_at = 0.0
         self.directory = directory
-        self._owner = _owned(directory)
+        self._owner = owned(directory)
         try:
             self.slab = Slab(directory / "slab", options, files)
         except BaseException:
@@ -114,7 +110,7 @@ class Disk:
         kinds = {n: each for n, each in known.lengths.items() if n <= MAX_LENGTHS_KNOWN}
         strides = {number: _stride(lengths) for number, lengths in kinds.items()}
         wrong = warm.fill(self._space, known, strides, seeds, own)
-        self._rows = RowWriter(self._index)
+        self._rows = RowWriter(self._index, self._tell_rows)
         self._rows.remove([int(place) for place in wrong[:, 3]])
         self._kinds = Kinds(kinds, self._rows, self._give_up)
         self._transfers = Transfers(self.slab, self._threads)
@@ -387,7 +383,7 @@ class Disk:
 
     @property
     def notes(self) -> list[str]:
-        lost = f"{self.directory}: the index is given up, the next start is cold"
+        lost = f"{self.directory}: the index is given up until it can be written again"
         return [*self.slab.notes, *([lost] if self._rows.is_lost else [])]
 
     def close(self) -> None:
@@ -481,6 +477,25 @@ class Disk:
         rows[:, 6] = check_of(rows, self.slab.identity)
         return rows
 
+    def _tell_rows(self) -> Iterator[None]:
+        """Tell an index that is empty all that there is, some places a step."""
+        with self._lock:
+            for number, scope in self._scope_names.items():
+                self._rows.add_scope(number, scope)
+            self._kinds.tell()
+            classes = list(self._space.classes.values())
+        for size_class in classes:
+            for first in range(0, size_class.size, PLACES_AT_ONCE):
+                with self._lock:
+                    is_left = self._space.classes.get(size_class.stride) is size_class
+                    span = slice(first, min(first + PLACES_AT_ONCE, size_class.in_use().stop))
+                    if not is_left or span.stop <= first:
+                        break
+                    ready = first + np.flatnonzero(size_class.states[span] == PlaceState.READY)
+                    if ready.size:
+                        self._rows.put(self._rows_of(size_class, ready))
+                yield
+
     def _scope_numbers(self, scopes: Sequence[bytes], *, add: bool = False) -> U32:
         """The number of each; UNKNOWN_SCOPE where there is none and none is to be added."""
         known = self._scopes
@@ -520,33 +535,6 @@ class Disk:
         if now - self._said.get(reason, -LOG_SECONDS) >= LOG_SECONDS:
             self._said[reason] = now
             log.warning("%s: %s (%d so far)", self.directory, reason, self.errors[reason])
-
-
-def _owned(directory: Path) -> int:
-    """A descriptor whose lock makes this process the directory's owner. TierUnusable."""
-    try:
-        require_own(Wanted("directories", directory))
-        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except NotTrustedError as error:
-        raise TierUnusable(str(error)) from error
-    except OSError as error:
-        raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
-        os.close(fd)
-        raise TierUnusable(
-            f"directories: {directory} is in use by another kvd (pid {owner or 'unknown'}): stop"
-            " it, or give this one a directory of its own"
-        ) from None
-    try:
-        os.pwrite(fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            os.close(fd)
-            raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
-    return fd
 
 
 def _stride(lengths: bytes) -> int:

@@ -121,11 +121,25 @@ class IndexFile:
             if durable:
                 db.execute("PRAGMA synchronous=NORMAL")
 
+    def begin_anew(self) -> None:
+        """Make an empty one, where there is none. sqlite3.Error, OSError: it can't be written."""
+        try:
+            self._read()
+            self.commit(Changes(), durable=True)
+        except BaseException:
+            self.close()
+            self._remove_logs()
+            self._path.unlink(missing_ok=True)
+            raise
+
+    def _remove_logs(self) -> None:
+        for suffix in ("-wal", "-shm", "-journal"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
     def set_aside(self) -> None:
         """No later start finds these rows. OSError."""
         self.close()
-        for suffix in ("-wal", "-shm", "-journal"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._remove_logs()
         with contextlib.suppress(FileNotFoundError):
             self._path.rename(self._path.with_name(self._path.name + ".set-aside"))
 

@@ -46,6 +46,11 @@ class Kinds:
             self._rows.add_lengths(number, lengths)
         return number
 
+    def tell(self) -> None:
+        """Tell an index that is empty of all of them."""
+        for lengths, number in self._numbers.items():
+            self._rows.add_lengths(number, lengths)
+
     def _make_room(self, classes: Collection[DiskSizeClass]) -> None:
         now = time.monotonic()
         if now < self._forget_at:

@@ -10,7 +10,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvd.core.keys import U64
 from kvd.tiers.disk.index_file import PLACE, Changes, IndexFile
@@ -22,20 +22,24 @@ MAX_ROWS_BEHIND = 65536  # not written yet; beyond it writes wait; where it fail
 _LOOK_S = 0.005  # between looks whether there is room
 BEHIND_S = 0.1  # rows wait so long for others
 GIVE_UP_S = 10.0  # of failures in a row
+ANEW_S = 30.0  # then it is tried so often whether one can be written
 
 
 class RowWriter:
     """A thread that writes the rows of one disk. Any thread may call."""
 
-    def __init__(self, file: IndexFile) -> None:
+    def __init__(self, file: IndexFile, tell_all: Callable[[], Iterator[None]]) -> None:
+        """`tell_all` tells an empty index all that the disk holds, in steps."""
         self._file = file
+        self._tell_all = tell_all
         self._lock = threading.Lock()  # of what waits
         self._writing = threading.Lock()  # of the file, and taken first
         self._waiting = Changes()
         self._wake = threading.Event()
         self._closing = False
         self._failing_since: float | None = None
-        self.is_lost = False  # nothing is written any more: the next start is cold
+        self.is_lost = False  # nothing is written: the next start is cold, but for `_begin_anew`
+        self._anew_at = 0.0
         self._is_stale = False  # and what is there could not be set aside
         self._thread = threading.Thread(target=self._run, name="kvd-rows", daemon=True)
         self._thread.start()
@@ -134,6 +138,8 @@ class RowWriter:
                 if self.is_lost:
                     with self._lock:
                         self._waiting = Changes()
+                    if not self._is_stale and time.monotonic() >= self._anew_at:
+                        self._begin_anew()
                     continue
                 try:
                     self._write()
@@ -152,15 +158,35 @@ class RowWriter:
         if behind > MAX_ROWS_BEHIND or now - self._failing_since > GIVE_UP_S:
             self._give_up(str(error))
 
+    def _begin_anew(self) -> None:
+        """Where an index can be written again, write all that the disk holds."""
+        self._anew_at = time.monotonic() + ANEW_S
+        try:
+            self._file.begin_anew()
+        except (OSError, sqlite3.Error, ValueError):
+            return
+        with self._lock:
+            self._waiting = Changes()
+            self.is_lost = False
+        try:
+            for _ in self._tell_all():
+                self._write()
+        except sqlite3.Error as error:
+            self._give_up(str(error))
+            return
+        self._failing_since = None
+        log.warning("a disk's index is written again")
+
     def _give_up(self, why: str) -> None:
         self.is_lost = True
+        self._anew_at = time.monotonic() + ANEW_S
         try:
             self._file.set_aside()
             self._is_stale = False
         except OSError as error:
             self._is_stale = True
             why = f"{why}; {error}"
-        log.warning("a disk's index is given up, its next start is cold: %s", why)
+        log.warning("a disk's index is given up until it can be written again: %s", why)
 
     def _write(self, *, durable: bool = False) -> None:
         with self._lock:

@@ -1,0 +1,40 @@
+"""Who owns a directory of the disk tier: one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.tiers.store import TierUnusable
+
+_OWNER_BYTES = 32
+
+
+def owned(directory: Path) -> int:
+    """A descriptor whose lock makes this process the directory's owner. TierUnusable."""
+    try:
+        require_own(Wanted("directories", directory))
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except NotTrustedError as error:
+        raise TierUnusable(str(error)) from error
+    except OSError as error:
+        raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise TierUnusable(
+            f"directories: {directory} is in use by another kvd (pid {owner or 'unknown'}): stop"
+            " it, or give this one a directory of its own"
+        ) from None
+    try:
+        os.pwrite(fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            os.close(fd)
+            raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
+    return fd
