@@ -13,7 +13,8 @@ MAX_CONNECTIONS = 64  # handshakes among them
 MAX_STREAMS = 8  # calls under way on one connection
 MAX_MESSAGE_BYTES = 64 * 1024  # of a request; an operator's have a few hundred bytes
 HANDSHAKE_SECONDS = 5.0
-IDLE_SECONDS = 300.0  # then a connection without calls is closed
+# Then a connection without calls is closed: who keeps many open has only as many as calls for long.
+IDLE_SECONDS = 10.0
 PING_SECONDS = 60.0
 # Or a tenth more; then whoever calls shows a certificate again: one that has expired since, or is
 # of an authority that is trusted no more, would else be good for as long as calls come.

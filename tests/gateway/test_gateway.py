@@ -25,6 +25,7 @@ from kvd.gateway import server
 from kvd.gateway.certificates import CertificateFiles, Renewal
 from kvd.gateway.server import (
     HANDSHAKE_SECONDS,
+    IDLE_SECONDS,
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
     MAX_STREAMS,
@@ -313,6 +314,29 @@ def test_strangers_who_say_nothing_keep_nobody_out_for_longer_than_a_handshake(
 
         wait_until(gets_in, "bob to get in")
     assert time.monotonic() - began < HANDSHAKE_SECONDS + CALL_SECONDS
+
+
+def test_who_keeps_all_connections_open_keeps_no_operator_out_for_long(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    looker, alice = authority.vouch("looker"), authority.vouch("alice")
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            channel = stack.enter_context(gateway.channel_of(looker))
+            grpc.channel_ready_future(channel).result(CALL_SECONDS)
+        began = time.monotonic()
+        with gateway.called_by(alice) as stub:
+            assert refusal(stub.Status, pb.StatusRequest()).code is Code.UNAVAILABLE
+
+        def gets_in() -> bool:
+            with gateway.called_by(alice) as stub:
+                try:
+                    return status_of(stub).process_id == running.pid
+                except grpc.RpcError:
+                    return False
+
+        wait_until(gets_in, "the operator to get in")
+    assert time.monotonic() - began < IDLE_SECONDS + CALL_SECONDS
 
 
 @contextlib.contextmanager

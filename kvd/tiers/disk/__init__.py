@@ -1,8 +1,8 @@
 """The disk tier: blocks in preallocated slab files, one a directory.
 
 `store` is what the tier's process opens; it spreads keys over disks. A `disk` is a directory: a
-slab of blocks, and an index of it. `space` says which part of the slab is whose, `transfers` moves
-bytes, `rows` writes the index behind, to the `index_file`.
+slab of blocks, and an index of it. `space` says which part of the slab is whose, `kinds` which
+blocks are alike, `transfers` moves bytes, `rows` writes the index behind, to the `index_file`.
 
 Of scopes apart: a read gives bytes only under the key that they were written under, proved by the
 block's seal; what fails the proof is zeroed where it was read to. A place is written over whole
