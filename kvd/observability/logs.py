@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import select
+import stat
 import sys
 import time
 from typing import TextIO
@@ -99,11 +101,21 @@ class PromptHandler(logging.StreamHandler[TextIO]):
         self._left_out = 0
         self._is_cut = False  # the last line has no end
         self._room = select.poll()
+        self._fd: int | None = None  # of the stream, or our own
+        self._own: int | None = None
         try:
-            self._fd: int | None = stream.fileno()
+            self._own = _own_way_to(stream.fileno())
+            self._fd = stream.fileno() if self._own is None else self._own
             self._room.register(self._fd, select.POLLOUT)
         except (OSError, ValueError):  # it is no file
-            self._fd = None
+            return
+
+    def close(self) -> None:
+        """Give back what is open beside the stream, by which lines go from now on."""
+        super().close()
+        own, self._own, self._fd = self._own, None, None
+        if own is not None:
+            os.close(own)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record's line where there is room for it."""
@@ -122,13 +134,33 @@ class PromptHandler(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
     def _write(self, fd: int, lines: bytes, wait_s: float) -> None:
-        for start in range(0, len(lines), PIECE_BYTES):
-            if not self._room.poll(wait_s * 1e3):
+        written = 0
+        while written < len(lines):
+            some = 0
+            if self._room.poll(wait_s * 1e3):
+                with contextlib.suppress(BlockingIOError):  # of others who write there
+                    some = os.write(fd, lines[written : written + PIECE_BYTES])
+            if not some:
                 self._left_out += 1
-                self._is_cut = self._is_cut or start > 0
+                self._is_cut = self._is_cut or written > 0
                 return
-            os.write(fd, lines[start : start + PIECE_BYTES])  # there is room for all of it
+            written += some
         self._left_out, self._is_cut = 0, False
+
+
+def _own_way_to(fd: int) -> int | None:
+    """Another descriptor of a terminal or a pipe, by which no write waits.
+
+    A terminal that has room may have less than a line takes, and a pipe may be full once others
+    have written. To change the descriptor itself would change theirs. None: it is neither, or
+    may not be opened.
+    """
+    if not (stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd)):
+        return None
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None
 
 
 def _left_out(lines: int) -> logging.LogRecord:
@@ -165,6 +197,8 @@ def start(level: str, form: str, stream: TextIO | None = None) -> Floods:
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
+        if isinstance(old, PromptHandler):
+            old.close()
     root.addHandler(handler)
     set_level(level)
     return limits

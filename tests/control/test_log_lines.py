@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,25 @@ def test_a_log_that_nobody_reads_holds_nobody_up_and_tells_what_it_lacks() -> No
         assert rest[-1].endswith("read again")
         say("the next")
         assert "left out" not in reader.read().decode()
+
+
+def test_a_terminal_that_stands_still_holds_nobody_up() -> None:
+    reading, writing = os.openpty()
+    with open(writing, "w") as stream:  # noqa: PTH123 - a descriptor
+        handler = PromptHandler(stream)
+        handler.setFormatter(TextFormatter())
+
+        def say_much() -> None:
+            """Lines of many lengths: for the last one there is some room, and not enough."""
+            for number in range(1000):
+                message = f"line {number} {'x' * (37 * (number % 50))}"
+                handler.emit(logging.LogRecord("test", logging.INFO, "", 0, message, None, None))
+
+        saying = threading.Thread(target=say_much, daemon=True)
+        saying.start()
+        saying.join(10)
+        is_held_up = saying.is_alive()
+        os.close(reading)  # whoever waits there gets an error
+        saying.join()
+        handler.close()
+    assert not is_held_up
