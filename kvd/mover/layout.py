@@ -151,8 +151,12 @@ def checks_of(config: MoverConfig) -> Iterator[None]:
     regions: Sequence[Region | CudaRegion] = config.regions
     for number, region in enumerate(regions):
         _check_region(region, f"memories[{number}]")
+    looked_at = 0  # of all groups: many small ones take as long as a large one
     for number, group in enumerate(config.groups):
-        yield from _checks_of_group(group, config, f"groups[{number}]")
+        for _ in _checks_of_group(group, config, f"groups[{number}]"):
+            looked_at += 1
+            if looked_at % FRAGMENTS_AT_ONCE == 0:
+                yield
 
 
 def check_group_count(count: int) -> None:
@@ -173,6 +177,7 @@ def _check_region(region: Region | CudaRegion, name: str) -> None:
 
 
 def _checks_of_group(group: GroupMap, config: MoverConfig, name: str) -> Iterator[None]:
+    """One for each fragment."""
     if not 1 <= group.num_blocks < NULL_ENGINE_BLOCK:
         raise InvalidArgument(
             f"{name}.num_blocks {group.num_blocks} is not in 1..{NULL_ENGINE_BLOCK - 1}",
@@ -193,8 +198,7 @@ def _checks_of_group(group: GroupMap, config: MoverConfig, name: str) -> Iterato
         )
     for number, fragment in enumerate(group.fragments):
         _check_fragment(fragment, group, config.regions, f"{name}.fragments[{number}]")
-        if (number + 1) % FRAGMENTS_AT_ONCE == 0:
-            yield
+        yield
     whole = group.engine_block_bytes * group.blocks_per_block
     if whole != group.part_bytes:
         raise LayoutMismatch(

@@ -23,6 +23,7 @@ from kvd.mover.layout import (
 )
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime.turns import FairQueue, Pace
+from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.v1 import worker_pb2
 
 GROUPS = MAX_FRAGMENTS_IN_ALL // MAX_FRAGMENTS
@@ -72,6 +73,13 @@ def test_they_are_checked_in_pieces_and_to_the_last() -> None:
     bad = replace(config.groups[-1], fragments=(*whole, FragmentSpec(1, 0, BYTES, 8)))
     with pytest.raises(InvalidArgument, match=r"groups\[3\].fragments\[4095\]"):
         list(checks_of(replace(config, groups=(*config.groups[:-1], bad))))
+
+
+def test_many_small_groups_are_checked_in_pieces_too() -> None:
+    few = tuple(FragmentSpec(0, 8 * n, BYTES, 8) for n in range(FRAGMENTS_AT_ONCE - 1))
+    group = GroupMap(1, 1, 8 * len(few), few)
+    config = replace(largest_config(), groups=(group,) * MAX_GROUPS)
+    assert sum(1 for _ in checks_of(config)) == len(few) * MAX_GROUPS // FRAGMENTS_AT_ONCE
 
 
 def test_a_mover_is_told_all_of_them() -> None:
