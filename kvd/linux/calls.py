@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import platform
 import resource
 import signal
+import stat
 import struct
 from collections.abc import Iterator
 
@@ -21,9 +23,10 @@ MADV_POPULATE_WRITE = 23
 SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
 SO_PASSRIGHTS = 83  # since Linux 6.16
 
-# linux/magic.h: f_type of the file systems whose files are memory.
-_TMPFS = 0x01021994
-_HUGETLBFS = 0x958458F6
+_F_GET_SEALS = 1034  # linux/fcntl.h
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
+_STATX_TYPE = 1  # linux/stat.h
+_STATX_BYTES, _STATX_MODE_AT, _STATX_MODE = 256, 28, struct.Struct("=H")
 _MPOL_PREFERRED = 1  # linux/mempolicy.h: elsewhere only where the node has no more
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
@@ -34,7 +37,6 @@ _HEAPS_CHOSEN = ("MALLOC_ARENA_MAX", "glibc.malloc.arena_max")  # a variable, an
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
-_STATFS_WORDS = 32  # more than struct statfs has, which begins with f_type
 
 # linux/falloc.h
 FALLOC_FL_KEEP_SIZE = 1
@@ -46,6 +48,13 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _libc.memset.restype = ctypes.c_void_p
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.statx.argtypes = (
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_uint,
+    ctypes.c_char_p,
+)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
@@ -86,11 +95,29 @@ def allocate(fd: int, mode: int, start: int, size: int) -> None:
 
 
 def lies_in_memory(fd: int) -> bool:
-    """Whether a file lies on tmpfs or hugetlbfs. OSError where nobody can say."""
-    status = (ctypes.c_long * _STATFS_WORDS)()
-    if _libc.fstatfs(fd, ctypes.byref(status)) != 0:
-        raise OSError(ctypes.get_errno(), "fstatfs")
-    return status[0] & 0xFFFFFFFF in (_TMPFS, _HUGETLBFS)
+    """Whether it is a plain file on tmpfs or hugetlbfs, or of memfd_create. Asks no file system.
+
+    Only such files have seals, and the kernel says so by itself: fstatfs(2) of a file on a remote
+    file system, or on one that a user serves, waits for as long as its server likes.
+    """
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def type_of(fd: int) -> int:
+    """S_IFMT of what a descriptor is open on, without asking a file system's server. OSError.
+
+    As far as that can be: a file system of the kernel's may ask it nevertheless, and before Linux
+    4.11, or where a sandbox keeps statx(2) away, fstat(2) does.
+    """
+    status = ctypes.create_string_buffer(_STATX_BYTES)
+    flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
+    if _libc.statx(fd, b"", flags, _STATX_TYPE, status) == 0:
+        return stat.S_IFMT(_STATX_MODE.unpack_from(status, _STATX_MODE_AT)[0])
+    return stat.S_IFMT(os.fstat(fd).st_mode)
 
 
 def prefer_memory_of(node: int) -> bool:

@@ -190,7 +190,7 @@ class HostSharedMemory:
             status = os.fstat(region.fd)
         except OSError as error:
             raise InvalidArgument(f"{name} is no open descriptor: {error}", name) from error
-        if not stat.S_ISREG(status.st_mode) or not _in_memory(region.fd):
+        if not stat.S_ISREG(status.st_mode) or not lies_in_memory(region.fd):
             raise InvalidArgument(f"{name} is not shared memory", name)
         if region.offset + region.bytes > status.st_size:
             raise InvalidArgument(
@@ -332,14 +332,6 @@ def _real_blocks(part: LocatedPart) -> I64:
     """The engine blocks that are not null."""
     real: I64 = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
     return real
-
-
-def _in_memory(fd: int) -> bool:
-    """Whether the file lies on tmpfs or hugetlbfs: a fault elsewhere could wait for ever."""
-    try:
-        return lies_in_memory(fd)
-    except OSError:
-        return False
 
 
 def _populate_present(file: _Memory, start: int, size: int) -> None:

@@ -6,6 +6,9 @@ import array
 import os
 import socket
 import struct
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,8 @@ from tests.control.daemon_rig import (
     identity,
 )
 from tests.waiting import wait_until
+
+PROMPT_S = 10.0  # of a machine that is busy with others
 
 
 @pytest.fixture
@@ -188,3 +193,28 @@ def test_the_end_of_the_companion_connection_ends_the_session(running: RunningDa
     )
     watcher.close()
     scheduler.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "device_memory"])
+def test_a_file_whose_server_stands_still_keeps_nobody_waiting(
+    running: RunningDaemon, kind: str
+) -> None:
+    """Whoever may mount a FUSE file system can make any question of its files wait for ever."""
+    neighbour = Caller(running.socket)
+    neighbour.status()
+    command = [sys.executable, "-m", "tests.control.fuse_file", f"{running.socket}.companion", kind]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        if server.stdout.readline().strip() != "offered":
+            pytest.skip("no FUSE file system can be mounted here")
+        ending = threading.Timer(PROMPT_S, server.stdin.close)  # a daemon that waits goes on then
+        ending.start()
+        for _ in range(20):
+            neighbour.status()
+        was_prompt = ending.is_alive()
+        ending.cancel()
+        server.stdin.close()
+    assert was_prompt
+    neighbour.close()

@@ -19,7 +19,7 @@ import grpc
 from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
-from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory
+from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory, type_of
 from kvd_proto.v1 import companion_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -99,17 +99,16 @@ def accept_memory(fd: int) -> Memory:
     """Check an offered descriptor; InvalidArgument unless it is writable shared memory.
 
     Only tmpfs and hugetlbfs are taken: a mover that maps a file of a slow or remote file
-    system could hang where no signal reaches it.
+    system could hang where no signal reaches it. So no other file system is asked anything.
     """
-    status = os.fstat(fd)
-    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-    if not stat.S_ISREG(status.st_mode) or not writable:
-        raise InvalidArgument("the offered descriptor is no file open for reading and writing")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise InvalidArgument("the offered descriptor is not open for reading and writing")
     if not lies_in_memory(fd):
         raise InvalidArgument("the offered file is not in shared memory (tmpfs or hugetlbfs)")
-    if status.st_size == 0:
+    size = os.fstat(fd).st_size
+    if size == 0:
         raise InvalidArgument("the offered file is empty")
-    return Memory(fd, status.st_size)
+    return Memory(fd, size)
 
 
 def accept_device_memory(fd: int) -> Memory:
@@ -120,10 +119,9 @@ def accept_device_memory(fd: int) -> Memory:
     a file in shared memory. Sockets, pipes, terminals and files elsewhere are refused: to hold or
     to close one may tie up others, or hang.
     """
-    mode = os.fstat(fd).st_mode
-    in_memory = stat.S_ISREG(mode) and lies_in_memory(fd)
-    a_device = stat.S_ISCHR(mode) and not os.isatty(fd)
-    if not (a_device or stat.S_IFMT(mode) == 0 or in_memory):
+    kind = type_of(fd)
+    a_device = kind == stat.S_IFCHR and not os.isatty(fd)
+    if not (a_device or kind == 0 or lies_in_memory(fd)):
         raise InvalidArgument(
             "the offered descriptor is no export of device memory"
             " (cuMemExportToShareableHandle, as a POSIX file descriptor)",
