@@ -13,6 +13,7 @@ from kvd.control.notify import notify
 from kvd.control.server import ControlServer
 from kvd.core import events as ev
 from kvd.observability import logs
+from kvd.runtime.threads import apart
 from kvd.runtime.turns import Pace
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ CHANGEABLE = (
     *("log_level", "drain_seconds", "operators", "root_operates", "tenants"),
     *("sessions_per_user", *_TERMS),
 )
+PATIENT_SECONDS = 5.0  # in which a reload says nothing yet of what it waits for
 QUOTA_UNITS = 4  # of a pace: an event, and a line of the log
 _ALL = (*(setting.name for setting in SETTINGS), "tenants", "tiers")
 
@@ -58,7 +60,7 @@ class Reloader:
         """
         before = self.config
         try:
-            wanted = await asyncio.to_thread(self._read)
+            wanted = await self._wanted()
         except ConfigError as error:
             log.error("the settings were not reloaded, and nothing has changed: %s", error)  # noqa: TRY400
             self._tell_systemd("; the last reload changed nothing: the log says why")
@@ -74,6 +76,23 @@ class Reloader:
             )
         self._tell_systemd(f"; need a restart: {', '.join(refused)}" if refused else "")
         log.warning("the settings were reloaded; changed: %s", ", ".join(taken) or "nothing")
+
+    async def _wanted(self) -> Config:
+        """The settings as they are read now. Who asks a directory service for names may wait long.
+
+        The daemon serves on meanwhile, and its end does not wait for that.
+        """
+        reading = asyncio.ensure_future(apart(self._read))
+        try:
+            if not (await asyncio.wait([reading], timeout=PATIENT_SECONDS))[0]:
+                log.warning(
+                    "a reload has not ended yet: the file, or a service that is asked for users and"
+                    " groups, does not answer. Another reload waits for this one"
+                )
+                self._tell_systemd("; a reload waits for the file, or for a service of names")
+            return await reading
+        finally:
+            reading.cancel()
 
     def _tell_systemd(self, more: str) -> None:
         """Whoever reloads by systemctl may not look into the log, or its level leaves this out."""

@@ -1,12 +1,15 @@
-"""Work in a thread that is not left behind."""
+"""Work in a thread: one that is not left behind, or one that may be."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 
 async def to_its_end(work: Callable[[Given], None], given: Given) -> None:
@@ -20,3 +23,21 @@ async def to_its_end(work: Callable[[Given], None], given: Given) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([working])
         raise
+
+
+async def apart(work: Callable[[], Found]) -> Found:
+    """Do it in a thread of its own, for which nobody waits any more who is cancelled.
+
+    Nor does the end of the process: for what only looks, and may look for ever.
+    """
+    found: Future[Found] = Future()
+    found.set_running_or_notify_cancel()  # so that the thread may always say what came of it
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="kvd-apart", daemon=True).start()
+    return await asyncio.wrap_future(found)

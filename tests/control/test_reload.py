@@ -44,6 +44,12 @@ IGNORING = (
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 HEEDING = IGNORING.replace("SIG_IGN", "SIG_DFL")  # whoever runs the tests may ignore it (nohup)
+# A name service that doesn't answer when it is asked for a user.
+SILENT_NAMES = (
+    "import pwd, runpy, signal, sys, time; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+    "pwd.getpwnam = lambda name: time.sleep(3600); sys.argv[:] = sys.argv[3:];"
+    "runpy.run_module('kvd', run_name='__main__', alter_sys=True)"
+)
 DONE = "the settings were reloaded"
 HIT = 1
 
@@ -248,6 +254,21 @@ def test_a_reload_asks_anew_whom_a_name_means(running: Configured) -> None:
     engine.step(end_step=True)  # it is the same tenant's still
     engine.close()
     assert quotas(running) == {"acme": 8 << 20}
+
+
+def test_a_name_service_that_stands_still_keeps_no_daemon_from_its_end(
+    running: Configured,
+) -> None:
+    running.stop()
+    running.behind = (sys.executable, "-c", SILENT_NAMES)
+    running.start()
+    said = running.log.stat().st_size
+    running.file.write_text('[tenants.acme]\nuids = ["silent"]\n')
+    os.kill(running.pid, signal.SIGHUP)
+    wait_until(lambda: "has not ended yet" in running.log.read_text()[said:])
+    os.kill(running.pid, signal.SIGHUP)  # which waits for the one under way
+    assert quotas(running) == {"acme": 8 << 20}, "it serves on"
+    assert running.stop() == 0
 
 
 def test_a_reload_that_changes_nothing_keeps_what_an_operator_set(running: Configured) -> None:
