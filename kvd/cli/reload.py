@@ -74,7 +74,14 @@ class Reloader:
             log.warning(
                 "these settings need a restart and stay as they were: %s", ", ".join(refused)
             )
-        self._tell_systemd(f"; need a restart: {', '.join(refused)}" if refused else "")
+        overruled = ", ".join(wanted.overruled)
+        if overruled:
+            log.warning(
+                "the file says otherwise of these, but what stands beside counts before it: %s",
+                overruled,
+            )
+        more = f"; need a restart: {', '.join(refused)}" if refused else ""
+        self._tell_systemd(more + (f"; not by the file: {overruled}" if overruled else ""))
         log.warning("the settings were reloaded; changed: %s", ", ".join(taken) or "nothing")
 
     async def _wanted(self) -> Config:

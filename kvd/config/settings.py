@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,8 @@ class Config:
     root_operates: bool
     tenants: tuple[TenantRule, ...]
     tiers: tuple[TierRule, ...] = ()
+    # Keys of the file that say otherwise, and what counts before them: "policy (flag --policy)".
+    overruled: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def new_extent_bytes(self) -> int:
@@ -350,7 +352,12 @@ def load(
         raise ConfigError(f"{error} (configuration file)") from None
     pool_bytes = standing.pool_bytes if standing else values["pool_bytes"]
     tenants = _tenants(written.get("tenants", {}), pool_bytes)
-    config = Config(**values, tenants=tenants, tiers=tiers)
+    overruled = tuple(
+        f"{setting.name} ({_given(setting, flags, environment, {})[1]})"
+        for setting in SETTINGS
+        if _is_overruled(setting, written, values[setting.name])
+    )
+    config = Config(**values, tenants=tenants, tiers=tiers, overruled=overruled)
     _check_sizes(config)
     return config
 
@@ -400,6 +407,16 @@ def _given(
     if setting.name in written:
         return written[setting.name], "configuration file"
     return setting.default, "default"
+
+
+def _is_overruled(setting: Setting, written: Mapping[str, Any], value: Any) -> bool:
+    """Whether the file says something else than the value that counts."""
+    if setting.name not in written:
+        return False
+    try:
+        return bool(setting.read(written[setting.name]) != value)
+    except ValueError:  # what it says can't be, and does not count
+        return True
 
 
 def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
@@ -463,11 +480,11 @@ def _tenant(name: str, rule: Any, pool_bytes: int) -> TenantRule:
         "quota": lambda v: read_quota(v, pool_bytes),
     }
     values: dict[str, Any] = {"uids": (), "gids": (), "quota": 0}
-    for field, given in rule.items():
+    for key, given in rule.items():
         try:
-            values[field] = readers[field](given)
+            values[key] = readers[key](given)
         except ValueError as error:
-            raise ConfigError(f"{where}.{field} is {given!r}; it must be {error}") from None
+            raise ConfigError(f"{where}.{key} is {given!r}; it must be {error}") from None
     uids, gids, quota = values["uids"], values["gids"], values["quota"]
     if not uids and not gids:
         raise ConfigError(f"{where} covers nobody; give uids or gids")

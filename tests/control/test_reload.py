@@ -271,6 +271,22 @@ def test_a_name_service_that_stands_still_keeps_no_daemon_from_its_end(
     assert running.stop() == 0
 
 
+def test_what_counts_before_the_file_is_named() -> None:
+    running = Configured("")
+    running.more_flags += ("--lease-share", "0.5")
+    running.environment["KVD_DRAIN_SECONDS"] = "20"
+    try:
+        running.start()
+        said = running.reload("lease_share = 0.125\ndrain_seconds = 30\n")
+        named = "lease_share (flag --lease-share), drain_seconds (variable KVD_DRAIN_SECONDS)"
+        assert f"counts before it: {named}" in said
+        assert "changed: nothing" in said
+        said = running.reload("lease_share = 0.5\n")  # which says the same
+        assert "counts before" not in said
+    finally:
+        running.remove()
+
+
 def test_a_reload_that_changes_nothing_keeps_what_an_operator_set(running: Configured) -> None:
     text = running.file.read_text()
     said = running.reload(text)
