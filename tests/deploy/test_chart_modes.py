@@ -144,6 +144,18 @@ def test_the_notes_say_where_the_status_page_is(chart: helm.Chart, values: dict[
     )
 
 
+@pytest.mark.parametrize("values", [{}, SIDECAR])
+def test_the_notes_name_no_page_that_is_not_served(
+    chart: helm.Chart, values: dict[str, Any]
+) -> None:
+    config = {**values.get("config", {}), "status_page": False}
+    rendered = chart.render({**values, "config": config}, name="demo", namespace="caches")
+    [notes] = [text for path, text in rendered.items() if path.endswith("NOTES.txt")]
+    assert "port-forward" not in notes
+    assert "/status" not in notes
+    assert "kvd status\n" in notes
+
+
 # -- sidecars -----------------------------------------------------------------------------------
 
 
