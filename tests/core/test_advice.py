@@ -131,6 +131,31 @@ def test_what_another_request_retains_at_once_is_wanted(bench: Bench) -> None:
     assert hits(bench, [1, 2]) == 2
 
 
+@pytest.mark.parametrize("hint", [ev.Hint.DEMOTE, ev.Hint.RELEASE], ids=["demote", "release"])
+def test_what_another_request_retains_is_not_given_back(bench: Bench, hint: ev.Hint) -> None:
+    """Two branches share a head: whose tool runs finds it, though the other one is done."""
+    stored(bench, [1, 2, 3], "waits for a tool", RETAIN)
+    stored(bench, [1, 2, 4, 5], "done", ev.Advice(hint))
+    stored(bench, list(range(10, 19)), "others", None)
+    stored(bench, list(range(30, 34)), "more", None)
+    assert bench.statuses([1, 2, 3, 4, 5]) == "HHHMM"
+    assert bench.machine.state.counters.hinted == {
+        ("retain", "followed"): 3,
+        (hint.value, "followed"): 2,
+        (hint.value, "retained"): 2,
+    }
+
+
+def test_once_its_time_is_over_it_is_given_back(bench: Bench) -> None:
+    stored(bench, [1, 2], "retained", RETAIN)
+    stored(bench, [10, 11, 12], "other", None)
+    bench.tick(RETAIN.lasting_ns + 2 * SECOND)
+    bench.feed(ev.Touched(SessionId(1), ev.RequestContext(RequestId("x")), 0, keys(1, 2)))
+    stored(bench, [1, 2], "done", ev.Advice(ev.Hint.RELEASE))
+    stored(bench, list(range(30, 43)), "more", None)
+    assert bench.statuses([1, 2, 10, 11, 12]) == "MMHHH"
+
+
 def test_released_twice_goes_once(bench: Bench) -> None:
     for request in ("a", "b"):
         stored(bench, [1, 2, 3, 4], request, ev.Advice(ev.Hint.RELEASE))

@@ -2,8 +2,8 @@
 
 Retained blocks are the last to be evicted until their time is over, as long as the tenant's
 retained blocks stay below a share of what it may have. Blocks of a demoted or released request are
-the first to go, unless somebody has used them since. (What is to be prefetched comes by the search
-of tiers; only its count is here.)
+the first to go, unless another request retains them or somebody has used them since. (What is to be
+prefetched comes by the search of tiers; only its count is here.)
 
 Nothing of it is a right: where no others can be evicted, retained blocks are, and a row is taken
 back whatever is in it. No other tenant's blocks are moved by it.
@@ -12,6 +12,8 @@ back whatever is in it. No other tenant's blocks are moved by it.
 from __future__ import annotations
 
 import heapq
+
+import numpy as np
 
 from kvd.core.events import Advice, Hint
 from kvd.core.keys import Slots
@@ -24,7 +26,7 @@ RETAINED_PART = 0.25  # of what the tenant may have
 MAX_RETENTIONS = 4096  # requests of a tenant whose blocks are retained
 MAX_UNWANTED_BLOCKS = 65536  # of a class, that are remembered to go first
 STALE_PART = 8  # once 1/8 of those was offered, stale ones are looked for again
-FOLLOWED, BEYOND, NO_TIER = "followed", "beyond_share", "no_tier"
+FOLLOWED, BEYOND, RETAINED, NO_TIER = "followed", "beyond_share", "retained", "no_tier"
 
 
 def heed(turn: Turn, owner: SizeClass, slots: Slots, advice: Advice) -> None:
@@ -32,7 +34,7 @@ def heed(turn: Turn, owner: SizeClass, slots: Slots, advice: Advice) -> None:
     if advice.hint is Hint.RETAIN:
         _retain(turn, owner, slots, advice.lasting_ns)
     else:
-        _give_back(turn.state, owner, slots, advice.hint)
+        _give_back(turn, owner, slots, advice.hint)
 
 
 def _retain(turn: Turn, owner: SizeClass, slots: Slots, lasting_ns: int) -> None:
@@ -55,8 +57,13 @@ def _retain(turn: Turn, owner: SizeClass, slots: Slots, lasting_ns: int) -> None
         state.has_retained = True
 
 
-def _give_back(state: State, owner: SizeClass, slots: Slots, hint: Hint) -> None:
-    unwanted = owner.unwanted
+def _give_back(turn: Turn, owner: SizeClass, slots: Slots, hint: Hint) -> None:
+    """But for what another request retains: it may be the head of more than this one had."""
+    state, unwanted = turn.state, owner.unwanted
+    if state.has_retained:
+        is_retained = state.slots.retained[slots] >= coarse_stamp(turn.now_ns)
+        count(state, hint, RETAINED, int(np.count_nonzero(is_retained)))
+        slots = slots[~is_retained]
     unwanted.offered += len(slots)
     is_short = len(unwanted) + len(slots) > MAX_UNWANTED_BLOCKS
     if is_short and unwanted.offered >= MAX_UNWANTED_BLOCKS // STALE_PART:
