@@ -70,6 +70,11 @@ def namespaces_left(state: State, payer: str, gone: Namespace | None = None) -> 
     return share_left(has, whole, most_namespaces(state))
 
 
+def left_with(state: State, has: int) -> int:
+    """How many more a payer may open that has so many."""
+    return share_left(has, len(state.namespaces), most_namespaces(state))
+
+
 def open_namespace(turn: Turn, spec: NamespaceSpec, payer: str) -> Namespace:
     """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
     state = turn.state
