@@ -190,7 +190,7 @@ class Daemon:
         driver.recover()
         for rule in config.tenants:
             driver.call(ev.QuotaSet(driver.long_work.next_token(), rule.tenant, rule.quota_bytes))
-        self.metrics.watch(machine.statistics)
+        self.metrics.watch(partial(machine.statistics, by_namespace=False))
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
         recovered = machine.statistics().counters.recovered
@@ -378,7 +378,7 @@ class Daemon:
 
     def _sources(self, control: ControlServer) -> status_page.Sources:
         return status_page.Sources(
-            control.driver.machine.statistics,
+            partial(control.driver.machine.statistics, by_namespace=False),
             control.common.told_lookups.by_tenant,
             control.driver.fleet.attached.values,
             lambda: self._ready_page()[2].decode().strip(),

@@ -124,6 +124,11 @@ class Machine:
         known = self.state.namespaces.get(namespace)
         return None if known is None else known.spec.tenant
 
+    def quota_of(self, tenant: TenantId) -> int | None:
+        """Bytes of its hard quota, 0 for none; None where nothing is known of the tenant."""
+        known = self.state.tenants.get(tenant)
+        return None if known is None else known.quota_bytes
+
     def epoch_of(self, session: SessionId) -> str:
         """That an open session is in."""
         return self.state.require_session(session).epoch
@@ -224,8 +229,9 @@ class Machine:
         """Where the block that the request missed lies now, in its namespace or in these."""
         return misses.elsewhere(self.state, request, family)
 
-    def statistics(self) -> Statistics:
-        return gather(self.state)
+    def statistics(self, *, by_namespace: bool = True) -> Statistics:
+        """All figures as they are now; those of each namespace where they are asked for."""
+        return gather(self.state, by_namespace=by_namespace)
 
 
 def _job_of(state: State, event: ev.Event) -> JobName | None:

@@ -155,7 +155,7 @@ class StateCollector(Collector):
             ("kvd_followed_keys", "Keys whose store waits for another's.", now.followed_keys),
             ("kvd_sessions", "Open sessions.", len(now.sessions)),
             ("kvd_sessions_usable", "Open sessions whose ranks are all registered.", ready),
-            ("kvd_namespaces", "Namespaces known.", len(now.namespaces)),
+            ("kvd_namespaces", "Namespaces known.", now.namespaces_known),
             ("kvd_draining", "1 while the daemon takes no stores.", int(now.draining)),
         ):
             yield GaugeMetricFamily(name, meaning, value=value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -123,3 +123,11 @@ def test_figures_that_were_told_stay_as_they_were(bench: Bench) -> None:
     assert asdict(told) == before
     after = bench.machine.statistics().counters
     assert (after.refused, after.hinted) != (told.counters.refused, told.counters.hinted)
+
+
+def test_figures_of_namespaces_are_left_out_where_nobody_asks_for_them() -> None:
+    bench = small()
+    bench.open()
+    whole = bench.machine.statistics()
+    assert len(whole.namespaces) == whole.namespaces_known == 1
+    assert bench.machine.statistics(by_namespace=False) == replace(whole, namespaces=())

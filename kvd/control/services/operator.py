@@ -96,17 +96,15 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
         peer = self._operator(context)
         check_string(request.tenant, "tenant")
-        before = {rule.tenant: 0 for rule in self._tenants.rules}
-        before |= {t.tenant: t.quota_bytes for t in self._driver.machine.statistics().tenants}
-        if request.tenant not in before:
+        tenant = TenantId(request.tenant)
+        before = self._driver.machine.quota_of(tenant)
+        if before is None and all(rule.tenant != tenant for rule in self._tenants.rules):
             raise InvalidArgument(f"there is no tenant {request.tenant!r}", "tenant")
         if request.quota_bytes > MAX_QUOTA_BYTES:
             raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
         evicted: int | None = None
         try:
-            evicted = await self._driver.long_work.set_quota(
-                TenantId(request.tenant), request.quota_bytes
-            )
+            evicted = await self._driver.long_work.set_quota(tenant, request.quota_bytes)
         finally:  # it is set at once
             audit.note(
                 "quota",
@@ -114,7 +112,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
                 on_behalf_of=on_behalf_of(context),
                 tenant=request.tenant,
                 quota_bytes=request.quota_bytes,
-                quota_bytes_before=before[TenantId(request.tenant)],
+                quota_bytes_before=before or 0,
                 blocks_evicted=evicted,
             )
         return pb.SetQuotaResponse(blocks_evicted=evicted)

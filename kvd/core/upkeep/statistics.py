@@ -89,7 +89,8 @@ class Statistics:
     followed_keys: int
     draining: bool
     tenants: tuple[TenantFigures, ...]
-    namespaces: tuple[NamespaceFigures, ...]
+    namespaces_known: int
+    namespaces: tuple[NamespaceFigures, ...]  # none where they were not asked for
     sessions: tuple[SessionFigures, ...]
     tiers: tuple[TierFigures, ...]
     counters: Counters
@@ -100,8 +101,8 @@ class Statistics:
     policies: dict[str, int]  # size classes that evict by each, where auto chooses
 
 
-def gather(state: State) -> Statistics:
-    """A snapshot; shares nothing with the state."""
+def gather(state: State, *, by_namespace: bool = True) -> Statistics:
+    """A snapshot; shares nothing with the state. Half of it is for namespaces, where many are."""
     sessions = tuple(
         SessionFigures(s.session, s.namespace, len(s.jobs), len(s.leases), s.usable())
         for s in state.sessions.values()
@@ -123,7 +124,8 @@ def gather(state: State) -> Statistics:
         ),
         draining=state.draining,
         tenants=_tenants(state),
-        namespaces=_namespaces(state),
+        namespaces_known=len(state.namespaces),
+        namespaces=_namespaces(state) if by_namespace else (),
         sessions=sessions,
         tiers=_tiers(state),
         counters=replace(
