@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import RequestId, SessionId
+from kvd.core.model.by_deadline import GONE_KEPT, ByDeadline
 from kvd.core.model.slots import SlotState
 from kvd.core.model.tiers import Reach, TierTerms
 from kvd.core.tiers import promotion, search
@@ -80,6 +81,28 @@ def test_a_read_that_may_take_longer_keeps_no_hung_one_from_being_given_up() -> 
     assert not on.bench.machine.state.below.promoting.whole
 
 
+def test_a_hung_read_that_began_late_is_given_up_in_its_time() -> None:
+    on = stage(TierTerms("slow", Reach.CLUSTER, seek_ns=60 * SECOND))
+    on.bring_down(1, 2)
+    on.look(1, request="old")
+    late = on.asked.pop()
+    on.tick(40 * SECOND)
+    on.look(2, request="new")
+    on.answer()
+    on.step()
+    on.asked.append(late)
+    on.answer()
+    on.step()
+    reading = on.bench.machine.state.below.reading
+    assert len(on.reads) == len(reading) == 2
+    on.tick(20 * SECOND + promotion.GIVEN_UP_NS - 1)
+    assert len(reading) == 2
+    on.tick(1)
+    assert [copy.sought and copy.sought.request for copy in reading] == ["new"]
+    on.tick(40 * SECOND)
+    assert not reading
+
+
 def test_hung_reads_of_one_tier_do_not_keep_others_from_bringing_up_for_ever() -> None:
     on = stage(DISK, FAR, extents=8, promotion_share=0.25)  # a tenant has 16 blocks of it
     on.bring_down(*range(1, 41))
@@ -129,3 +152,27 @@ def test_a_request_that_has_ended_waits_for_no_step() -> None:
         on.answer()
         on.feed(ev.RequestsEnded(SessionId(1), (RequestId(f"r{number}"),)))
     assert not on.bench.machine.state.sessions[SessionId(1)].found_below
+
+
+def test_what_is_late_is_found_in_the_order_of_deadlines_and_some_at_a_time() -> None:
+    waiting: ByDeadline[str] = ByDeadline()
+    for name, until_ns in (("c", 3), ("a", 1), ("z", 9), ("b", 1)):
+        waiting.add(name, until_ns)
+    assert waiting.late(0, 9) == []
+    assert waiting.late(3, 2) == ["a", "b"]
+    assert waiting.late(3, 9) == ["a", "b", "c"], "they stay until they are removed"
+    assert waiting.remove("a")
+    assert not waiting.remove("a")
+    waiting.add("a", 4)
+    assert waiting.late(3, 9) == ["b", "c"]
+    assert waiting.late(4, 9) == ["b", "c", "a"]
+
+
+def test_what_has_gone_takes_no_room_for_long() -> None:
+    waiting: ByDeadline[int] = ByDeadline()
+    waiting.add(-1, 0)
+    for number in range(10 * GONE_KEPT):
+        waiting.add(number, number)
+        waiting.remove(number)
+        assert len(waiting._heap) <= GONE_KEPT + 3
+    assert waiting.late(1 << 60, 9) == [-1]

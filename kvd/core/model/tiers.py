@@ -24,6 +24,7 @@ from kvd.core.keys import (
 )
 from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
+from kvd.core.model.by_deadline import ByDeadline
 from kvd.core.model.by_patience import ByPatience
 from kvd.core.model.job import Filling
 from kvd.core.model.marks import TagMarks
@@ -194,12 +195,6 @@ class TierCopy(Filling):
         return self.sought.until_ns
 
     @property
-    def patience_ns(self) -> int:
-        """Of whom the read is for."""
-        assert self.sought is not None, "a read is for somebody"
-        return self.sought.patience_ns
-
-    @property
     def nbytes(self) -> int:
         return sum(len(part.slots) * part.size_class.block_bytes for part in self.parts)
 
@@ -261,7 +256,7 @@ class Below:
     tiers: tuple[Tier, ...] = ()
     copies: dict[CopyId, TierCopy] = field(default_factory=dict)
     # Those of them that bring up and are not given up: `promoting` is of them.
-    reading: ByPatience[TierCopy] = field(default_factory=ByPatience)
+    reading: ByDeadline[TierCopy] = field(default_factory=ByDeadline)
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
     stalled: OrderedDict[Sought, None] = field(default_factory=OrderedDict)  # until promotions end

@@ -32,7 +32,7 @@ from kvd_proto.tags import tags_of
 
 PROMOTED_AT_ONCE = 256  # blocks, in one event
 WOKEN_AT_ONCE = 4  # requests that wait for room
-LATE_AT_ONCE = 8  # reads of one patience that are given up, in one tick
+LATE_AT_ONCE = 8  # reads that are given up, in one tick
 GIVEN_UP_NS = 5_000_000_000  # after the deadline
 
 
@@ -146,7 +146,7 @@ def _begin_read(turn: Turn, found: Search, tier: Tier, rows: Slots, scope: Scope
     copy.sought, copy.places = sought, found.places[rows]
     pace.read_began(tier, copy.copy, turn.now_ns)
     state.add_filling(copy)
-    state.below.reading.add(copy, copy.patience_ns)
+    state.below.reading.add(copy, copy.until_ns)
     found.beliefs[rows] = Belief.ON_ITS_WAY
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
     keys = KeyBatch(offer.words, state.namespaces[sought.name.namespace].spec.hash_bytes)
@@ -257,7 +257,7 @@ def ended(turn: Turn, copy: TierCopy, done: Bools) -> None:
 
 def _give_back_share(state: State, copy: TierCopy) -> None:
     """Others may bring up as much instead; once for each read."""
-    if state.below.reading.remove(copy, copy.patience_ns):
+    if state.below.reading.remove(copy):
         (part,) = copy.parts
         state.below.promoting.count(part.size_class.tenant.tenant, -copy.nbytes)
         _wake_some(state.below)
@@ -297,6 +297,6 @@ def give_up_late(turn: Turn) -> None:
     its process was told to end.
     """
     state, last_ns = turn.state, turn.now_ns - GIVEN_UP_NS
-    for copy in state.below.reading.due(lambda c: c.until_ns <= last_ns, LATE_AT_ONCE):
+    for copy in state.below.reading.late(last_ns, LATE_AT_ONCE):
         fail(state, copy)
         _give_back_share(state, copy)
