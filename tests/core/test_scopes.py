@@ -12,6 +12,8 @@ from kvd.core.blocks import namespaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import JobId, SessionId
 from kvd.core.model.scope_shares import share_left
+from kvd.core.model.state import LAST_SCOPE
+from kvd_proto.limits import MAX_GROUPS
 from tests.core.bench import Bench, context, engine_blocks, keys, only, small, spec, verdict
 from tests.core.replaying import replay
 
@@ -195,3 +197,20 @@ def test_an_epoch_of_another_that_may_hold_blocks_is_not_forgotten_for_a_greedy_
         ("left with a block", "somebody"),
         ("entered", ""),
     }
+
+
+def test_once_the_numbers_are_used_up_new_scopes_are_refused_and_the_others_serve() -> None:
+    """They only rise, over restarts too: whoever resets a cache all day gets there in some days."""
+    bench = small()
+    bench.open()
+    bench.stored([1])
+    bench.machine.state.next_scope = LAST_SCOPE + 1 - MAX_GROUPS
+    bench.stored([2], account="last")
+    assert verdict(bench.store([3], account="late")).reason == LimitExceeded.reason
+    with pytest.raises(LimitExceeded, match="all 4294967295 numbers"):
+        bench.feed(ev.EpochChanged(SessionId(1), "next"))
+    assert bench.statuses([1]) == bench.statuses([2], account="last") == "H"
+    bench.stored([4])
+    bench.clear()
+    assert bench.statuses([1, 4]) == "MM"
+    assert not bench.machine.state.next_scope > LAST_SCOPE

@@ -12,6 +12,7 @@ from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.model.scope_shares import share_left
 from kvd.core.model.size_class import SizeClass, Tally
 from kvd.core.model.state import (
+    LAST_SCOPE,
     MAX_NAMESPACES,
     MAX_SCOPES,
     Namespace,
@@ -188,6 +189,12 @@ def is_cleared(state: State, namespace: NamespaceId, scope: ScopeId) -> bool:
 
 def check_scopes(state: State, spec: NamespaceSpec, epoch: str, payer: str) -> None:
     """Raise LimitExceeded unless a session of this payer may go to this epoch."""
+    if not numbers_left(state) and not scopes_fit(state, spec, payer, epoch, ""):
+        raise LimitExceeded(
+            f"the pool has given all {LAST_SCOPE} numbers of scopes: stop the daemon and remove the"
+            " pool's files",
+            "epoch",
+        )
     if not scopes_fit(state, spec, payer, epoch, ""):
         raise LimitExceeded(
             f"{payer} has {state.scope_shares.taken[payer]} of {len(state.scopes)} scopes that hold"
@@ -197,9 +204,24 @@ def check_scopes(state: State, spec: NamespaceSpec, epoch: str, payer: str) -> N
         )
 
 
+def numbers_left(state: State) -> bool:
+    """Whether any scope may be opened. Numbers only rise: what was cleared lies below one."""
+    return state.next_scope + MAX_GROUPS <= LAST_SCOPE + 1
+
+
+def _has_no_number(state: State, name: tuple[NamespaceId, str, str, int]) -> bool:
+    number = state.scope_ids.get(name)
+    return number is None or is_cleared(state, name[0], number)
+
+
 def scopes_fit(state: State, spec: NamespaceSpec, payer: str, epoch: str, account: str) -> bool:
     """Whether these names' scopes, in every group, are open or can be opened by the payer."""
     known = state.by_fingerprint.get(spec.fingerprint)
+    if not numbers_left(state):
+        return known is not None and not any(
+            _has_no_number(state, (known.namespace, epoch, account, group))
+            for group in range(len(spec.groups))
+        )
     new = sum(
         known is None or (known.namespace, epoch, account, group) not in state.scope_ids
         for group in range(len(spec.groups))

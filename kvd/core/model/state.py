@@ -55,6 +55,7 @@ from kvd.core.spec import NamespaceSpec
 
 MAX_NAMESPACES = 4096
 MAX_SCOPES = 65536
+LAST_SCOPE = (1 << 32) - 1  # a slot's record has 32 bits for its scope
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
 NO_SCOPE = ScopeId(0)  # below the number of any

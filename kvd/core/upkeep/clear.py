@@ -71,7 +71,8 @@ def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
         owner.policy.forget_gone()  # without what it learned of blocks that are gone
     # A namespace is known to the next incarnation by a scope, and by that its rows are.
     name = (event.namespace, "", "", 0)
-    if name in state.scope_ids or len(state.scope_ids) < MAX_SCOPES:
+    has_room = name in state.scope_ids or len(state.scope_ids) < MAX_SCOPES
+    if has_room and namespaces.numbers_left(state):
         namespaces.open_named(turn, name, namespace.payer)
 
 
