@@ -117,7 +117,7 @@ class StateCollector(Collector):
         hinted = CounterMetricFamily(
             "kvd_hinted_blocks",
             "Blocks with a hint, by hint, and whether it was followed, went beyond the tenant's"
-            " share, was of what another request retains, or found no tier to look in.",
+            " share, met what another retains, or found no tier.",
             labels=["hint", "outcome"],
         )
         for (hint, outcome), blocks in sorted(now.counters.hinted.items()):
