@@ -18,6 +18,7 @@ from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFi
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
 from kvd_client.draft import BlockRun, in_parts
+from kvd_client.worker import registrar
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
@@ -275,3 +276,23 @@ def test_a_load_that_begins_while_it_is_closed_ends(
     closed.set()
     load.join(PATIENCE_S)
     assert not load.is_alive()
+
+
+@pytest.mark.parametrize("call", ["find", "store"])
+def test_one_that_was_idle_while_its_daemon_died_often_goes_on_with_its_next_call(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(registrar, "MAX_LOST", 1)
+    memory, prompt = Memory(daemon.socket), keys(22, 2)
+    daemon.kill()
+    daemon.start()
+    wait_until(lambda: "next step" in memory.batches.problem)
+    run = BlockRun(0, 0, prompt, range(2))
+    match call:
+        case "find":
+            assert not memory.batches.find([SoughtKeys(0, prompt)])[0].any()
+        case "store":
+            assert memory.batches.store([run]) == [False]
+    assert memory.batches.wait_usable(PATIENCE_S)
+    assert memory.batches.store([run]) == [True]
+    memory.close()

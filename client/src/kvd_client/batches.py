@@ -163,6 +163,8 @@ class BlockBatches:
         found = [np.zeros(len(each.keys), dtype=np.bool_) for each in wanted]
         session = self._connection.session
         if session is None:
+            with self._lock:
+                self._take_ends()
             return found
         asked = [self._worth_asking(session, each) for each in wanted]
         if not any(asked):
@@ -426,6 +428,7 @@ class BlockBatches:
         """Order the step's jobs. Called under the lock."""
         session = self._connection.session
         if session is None:
+            self._take_ends()
             return False
         step.generation = session.generation
         if not self._send_locked(step):
@@ -478,7 +481,11 @@ class BlockBatches:
         return self._connection.namespace.hash_bytes
 
     def _take_ends(self) -> None:
-        """Take note of what has ended. Called under the lock."""
+        """Take note of what has ended. Called under the lock.
+
+        Also where there is no session and nothing is awaited: a rank does not register again
+        while the last words of too many registrations are not taken.
+        """
         now = time.monotonic()
         for report in self._worker.get_finished().ended:
             if report.job_id in self._jobs:
