@@ -74,6 +74,7 @@ class LookupQueue:
         self._renewed_s = 0.0
         self._renewed_generation = 0
         self.released_leases: list[int] = []  # to go with the next step
+        self._released: list[Request] = []  # before all of their answers had come
         self.given_up: collections.Counter[str] = collections.Counter()  # lookups, by `GivenUp`
 
     # -- for the scheduler ------------------------------------------------------------------
@@ -118,7 +119,11 @@ class LookupQueue:
         if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
             self._outdate(request)
         known = self._ask_or_take(request, session, computed_tokens)
-        if known is Knowledge.STATUSES and self._asked_elsewhere(request, session, computed_tokens):
+        if (
+            known is Knowledge.STATUSES
+            and session.store_threshold <= 1  # or it was asked for all, for admission verdicts
+            and request.lookup.was_asked_elsewhere(self._unbroken, computed_tokens)
+        ):
             self._outdate(request)
             known = self._ask_or_take(request, session, computed_tokens)
         return known
@@ -151,6 +156,8 @@ class LookupQueue:
         self._stake_s = None
         self._is_busy = has_run
         session = self._connection.session
+        if session is not None and self._released:
+            self._released = [each for each in self._released if self._lacks_answers(each)]
         if was_sent and session is not None:
             self._renewed_s = self._clock()
             self._renewed_generation = session.generation
@@ -168,11 +175,14 @@ class LookupQueue:
         is_closed = lookup.state is LookupState.CLOSED
         request.lookup = Lookup(LookupState.CLOSED if is_closed else LookupState.NEW)
 
-    def _give_up_calls(self, lookup: Lookup) -> None:
-        for call_id in (*lookup.calls, *lookup.alone.values()):
+    def _give_up_calls(self, lookup: Lookup, *, keeps_grid: bool = False) -> None:
+        """`keeps_grid`: but for those of the request's own blocks."""
+        calls = () if keeps_grid else tuple(lookup.calls)
+        for call_id in (*calls, *lookup.alone.values()):
             self._unanswered.pop(call_id, None)
             self._connection.give_up(call_id)
-        lookup.calls, lookup.alone = {}, {}
+            lookup.calls.pop(call_id, None)
+        lookup.alone = {}
 
     def _outdate(self, request: Request) -> None:
         """Give up answers that are too old. For how long they deferred it still counts."""
@@ -182,13 +192,20 @@ class LookupQueue:
 
     def release(self, request: Request) -> None:
         """It loads: its leases are needed no more, and what was learned about admission stays."""
-        request.shown_load_s = None
-        if request.lookup.is_shown:
-            request.shown_load_s = self._clock()
-            self._give_up_calls(request.lookup)
-        self.released_leases += request.lookup.leases
-        request.lookup.leases = []
-        request.lookup.asked_s = float("-inf")  # asked again, it looks up again
+        lookup = request.lookup
+        request.shown_load_s = self._clock() if lookup.is_shown else None
+        self._give_up_calls(lookup, keeps_grid=not lookup.is_shown)
+        self.released_leases += lookup.leases
+        lookup.leases = []
+        lookup.asked_s = float("-inf")  # asked again, it looks up again
+        lookup.is_released = True
+        if lookup.calls:
+            self._released.append(request)
+
+    def _lacks_answers(self, request: Request) -> bool:
+        """Whether some are due whose leases nobody needs; those that have come are taken."""
+        lookup = request.lookup
+        return lookup.is_released and bool(lookup.calls) and not self._take(request)
 
     def load_failed(self, request: Request) -> None:
         """It misses from now on, or it would fail for ever; once, a wrong page is asked about."""
@@ -264,27 +281,6 @@ class LookupQueue:
         lookup.answered = False
         lookup.first_asked_s = now
         self._ask(request)
-
-    def _asked_elsewhere(
-        self, request: Request, session: SessionView, computed_tokens: int
-    ) -> bool:
-        """Whether what lies beyond the device's own prefix was asked for in a way that leases
-        none of it: from behind its start, or from before a gap that the device fills.
-
-        A lease holds the leading ones of what was asked for.
-        """
-        lookup = request.lookup
-        if not lookup.answered or session.store_threshold > 1:
-            return False  # or it was asked for all blocks, for their admission verdicts
-        for group, width, _ in self._unbroken:
-            row = lookup.statuses[group] & np.uint8(STATUS_BITS)
-            first, start = lookup.asked_tokens // width, computed_tokens // width
-            if start < first:
-                return True
-            is_hit = start < len(row) and row[start] == HIT
-            if is_hit and (row[first:start] != HIT).any():
-                return True
-        return False
 
     def _ask(self, request: Request) -> None:
         """Ask for all blocks beyond what the device has, up to where it was decided to ask."""
@@ -446,7 +442,7 @@ class LookupQueue:
             answers = self._connection.take_answers(call_id)
             if answers is None:
                 lookup.statuses = statuses
-                lookup.leases += leases
+                self._hold(lookup, leases)
                 return False
             del lookup.calls[call_id]
             self._unanswered.pop(call_id, None)
@@ -461,9 +457,13 @@ class LookupQueue:
                     leases.append(answer.lease_id)
         lookup.state = LookupState.KNOWN
         lookup.statuses = statuses
-        lookup.leases += leases
+        self._hold(lookup, leases)
         lookup.answered, lookup.is_shown = True, False
         return True
+
+    def _hold(self, lookup: Lookup, leases: list[int]) -> None:
+        """Keep what an answer leased; of a request that needs none any more it ends."""
+        (self.released_leases if lookup.is_released else lookup.leases).extend(leases)
 
     def admitted(self, request: Request, group: int, block: int, unknown: bool = True) -> bool:
         """Whether a store of this block would get past the reuse filter; not said: `unknown`."""

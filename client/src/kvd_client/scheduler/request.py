@@ -11,6 +11,7 @@ import numpy as np
 from kvd_client.draft import BlockRun
 from kvd_client.scheduler.hits import Statuses
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions
+from kvd_proto.key_status import HIT, STATUS_BITS
 from kvd_proto.v1 import common_pb2
 
 REFUSED_WITHIN_S = 1.0  # a load by the page's word that fails later had begun
@@ -62,6 +63,26 @@ class Lookup:
     alone_since_s: float = 0.0
     alone_known: dict[Alone, int] = field(default_factory=dict)  # their statuses, once answered
     doubts: dict[int, float] = field(default_factory=dict)  # RETRY, PENDING: since when they defer
+    is_released: bool = False  # the request loads, or loads nothing: no lease is needed any more
+
+    def was_asked_elsewhere(
+        self, unbroken: Sequence[tuple[int, int, int]], computed_tokens: int
+    ) -> bool:
+        """Whether what lies beyond the device's own prefix was asked for in a way that leases
+        none of it: from behind its start, or from before a gap that the device fills.
+
+        A lease holds the leading ones of what was asked for. `unbroken` has number and width of
+        the groups of which a hit takes every block.
+        """
+        for group, width, _ in unbroken if self.answered else ():
+            row = self.statuses[group] & np.uint8(STATUS_BITS)
+            first, start = self.asked_tokens // width, computed_tokens // width
+            if start < first:
+                return True
+            is_hit = start < len(row) and row[start] == HIT
+            if is_hit and (row[first:start] != HIT).any():
+                return True
+        return False
 
 
 @dataclass(slots=True)
