@@ -13,6 +13,7 @@ from kvd_client.connection import MAX_SILENCE_S, SILENCE_S, SchedulerConnection
 from kvd_client.draft import BlockRun
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.scheduler.pace import LEAST_TOKENS, REMEMBERED_TOKENS, TokenPace
+from kvd_client.scheduler.request import GivenUp
 from kvd_client.worker.registrar import MAX_MARKING, Registrar
 from kvd_proto.v1 import engine_pb2
 from tests.client.engine_rig import TOKENS, Rig, blocks
@@ -224,6 +225,27 @@ def test_a_single_block_that_nobody_answers_for_is_a_miss_in_the_end() -> None:
     rig.now += 0.2
     assert queue.ask_alone(request, run) == MISS
     assert rig.daemon.given_up
+
+
+@pytest.mark.parametrize(("status", "why"), [(RETRY, GivenUp.RETRY), (PENDING, GivenUp.PENDING)])
+def test_a_single_block_that_stays_doubtful_defers_its_request_for_no_longer_than_others(
+    status: int, why: GivenUp
+) -> None:
+    options = SchedulerOptions(retry_deadline_s=1.0, pending_deadline_s=1.0)
+    rig = Rig(options=options)
+    rig.daemon.holds(tail := hashes("tail", 1), status)
+    rig.arrive("r", 6 * TOKENS, prefix="none")
+    request, queue = rig.scheduler._requests["r"], rig.scheduler._queue
+    run = BlockRun(0, 0, tail)
+    for _ in range(4):
+        assert queue.ask_alone(request, run) == status
+        queue._outdate(request)  # as misses are looked up again after a while
+        rig.now += 0.24
+    rig.now += 0.24
+    assert queue.ask_alone(request, run) == MISS
+    assert queue.given_up[why] == 1
+    assert queue.ask_alone(request, run) == MISS
+    assert queue.given_up[why] == 1
 
 
 # -- silence ----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ request waits for its answer while computing what the page shows of it would tak
 from __future__ import annotations
 
 import collections
-import enum
 from collections.abc import Callable
 
 import numpy as np
@@ -22,7 +21,7 @@ from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler import hits, shown
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
-from kvd_client.scheduler.request import GivenUp, Lookup, LookupState, Request
+from kvd_client.scheduler.request import GivenUp, Knowledge, Lookup, LookupState, Request
 from kvd_client.session import Lookups, SessionView
 from kvd_proto.groups import GroupKind
 from kvd_proto.key_status import ADMITTED_BIT, DOUBT_BIT, HIT, MISS, PENDING, RETRY, STATUS_BITS
@@ -34,14 +33,6 @@ UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was comput
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
 ASK_AGAIN_MAX_S = 0.05
 HEARD_WITHIN_S = 0.5  # who trusts the page must have heard the daemon so lately
-
-
-class Knowledge(enum.Enum):
-    """What `LookupQueue.resolve` found out about a request's blocks."""
-
-    STATUSES = "statuses"  # of every known block, hits leased
-    UNANSWERED = "unanswered"  # ask again in the next step
-    NOTHING = "nothing"  # no daemon, no hit in the page, or no more looking up: a miss
 
 
 class LookupQueue:
@@ -177,18 +168,17 @@ class LookupQueue:
 
     def _give_up_calls(self, lookup: Lookup, *, keeps_grid: bool = False) -> None:
         """`keeps_grid`: but for those of the request's own blocks."""
-        calls = () if keeps_grid else tuple(lookup.calls)
-        for call_id in (*calls, *lookup.alone.values()):
+        for call_id in (*(() if keeps_grid else lookup.calls), *lookup.alone.values()):
             self._unanswered.pop(call_id, None)
             self._connection.give_up(call_id)
-            lookup.calls.pop(call_id, None)
-        lookup.alone = {}
+        lookup.calls, lookup.alone = lookup.calls if keeps_grid else {}, {}
 
     def _outdate(self, request: Request) -> None:
         """Give up answers that are too old. For how long they deferred it still counts."""
-        doubts, looks = request.lookup.doubts, request.lookup.looks
+        before = request.lookup
         self.forget(request)
-        request.lookup.doubts, request.lookup.looks = doubts, looks
+        request.lookup.doubts, request.lookup.looks = before.doubts, before.looks
+        request.lookup.alone_doubts = before.alone_doubts
 
     def release(self, request: Request) -> None:
         """It loads: its leases are needed no more, and what was learned about admission stays."""
@@ -546,9 +536,18 @@ class LookupQueue:
         for answer in answers:
             lookup.leases += [answer.lease_id] if answer.lease_id else []
             status = answer.statuses[0] & STATUS_BITS
+        if status & DOUBT_BIT and self._is_doubt_alone_too_late(lookup, status):
+            self.give_up(request, GivenUp.RETRY if status == RETRY else GivenUp.PENDING)
+            status = MISS
         if not status & DOUBT_BIT:
             lookup.alone_known[key] = status
         return status
+
+    def _is_doubt_alone_too_late(self, lookup: Lookup, status: int) -> bool:
+        """Whether single blocks were doubtful for as long as they may defer their request."""
+        now, options = self._clock(), self._options
+        least_s = options.retry_deadline_s if status == RETRY else options.pending_deadline_s
+        return now - lookup.alone_doubts.setdefault(status, now) >= least_s
 
     def ask_again(self, request: Request, now: float) -> None:
         """Ask anew for all of a deferred request, unless it is asked or was just now."""

@@ -29,6 +29,14 @@ class LookupState(enum.Enum):
     CLOSED = "closed"  # miss from now on: nothing there, or a load of it failed
 
 
+class Knowledge(enum.Enum):
+    """What `LookupQueue.resolve` found out about a request's blocks."""
+
+    STATUSES = "statuses"  # of every known block, hits leased
+    UNANSWERED = "unanswered"  # ask again in the next step
+    NOTHING = "nothing"  # no daemon, no hit in the page, or no more looking up: a miss
+
+
 class GivenUp(enum.StrEnum):
     """Why a request is computed that the daemon might have had blocks of."""
 
@@ -63,6 +71,7 @@ class Lookup:
     alone_since_s: float = 0.0
     alone_known: dict[Alone, int] = field(default_factory=dict)  # their statuses, once answered
     doubts: dict[int, float] = field(default_factory=dict)  # RETRY, PENDING: since when they defer
+    alone_doubts: dict[int, float] = field(default_factory=dict)  # the same of single blocks
     is_released: bool = False  # the request loads, or loads nothing: no lease is needed any more
 
     def was_asked_elsewhere(

@@ -23,8 +23,8 @@ from kvd_client.integrations.vllm.scheduling.requests import (
     sources_of,
     verdicts_of,
 )
-from kvd_client.scheduler.lookup import Knowledge, LookupQueue
-from kvd_client.scheduler.request import LookupState
+from kvd_client.scheduler.lookup import LookupQueue
+from kvd_client.scheduler.request import Knowledge, LookupState
 from kvd_client.session import SessionView
 from kvd_proto.key_status import HIT, MISS, PENDING, RETRY, STATUS_BITS
 
