@@ -23,6 +23,7 @@ from tests.vllm.stand_process import stand_with_kvd
 MOST_REQUESTS = 12
 LONGEST = 400  # a request that would get more input than this ends
 PATIENCE_SECONDS = 30.0
+MOST_TRIES = 10
 # Running requests begin anew, and the connector has nothing any more. While some load, or wait for
 # more input, running ones can't.
 RESETS = ((False, False), (False, True), (True, True), (True, True), (True, True))
@@ -157,10 +158,26 @@ def bounded(stand: BytesStand, _connection: Any, name: str, most: int) -> dict[s
     return {"ends": ends}
 
 
+def tail(stand: BytesStand, _connection: Any, name: str, length: int) -> dict[str, Any]:
+    """A request with another's beginning, and how many of its tokens are found."""
+    tokens, found = prompt(name, length), 0
+    for number in range(MOST_TRIES):  # a store is refused while the daemon makes room for it
+        stand.add(stand.request(f"{name} is stored {number}", tokens, 2))
+        stand.drain()
+        stand.forget_device()
+        stand.add(stand.request(f"{name} {number}", [*tokens[:-1], 1, 2, 3], 2))
+        stand.drain()
+        stand.forget_device()
+        if found := stand.taken.cached_tokens[f"{name} {number}"]:
+            break
+    return {"found": found}
+
+
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "drawn": drawn,
     "skipping": skipping,
     "bounded": bounded,
+    "tail": tail,
 }
 
 

@@ -45,3 +45,9 @@ def test_a_state_beyond_what_a_request_lets_be_stored_is_not(
     with stand_process("drawn_stand", kvd.socket, [(32,), STATE], {}) as ask:
         for most, ends in ((0, []), (40, [32]), (64, [32, 64]), (80, [32, 64, 80])):
             assert ask(("bounded", f"bounded {most}", most)) == {"ends": ends}
+
+
+def test_a_beginning_shorter_than_a_block_is_found(fork_server: None, kvd: NodeDaemon) -> None:
+    with stand_process("drawn_stand", kvd.socket, [(32,), STATE, STATE], {}) as ask:
+        for length, found in ((20, 16), (31, 16), (40, 32)):
+            assert ask(("tail", f"of {length}", length)) == {"found": found}, length

@@ -59,9 +59,9 @@ from kvd_client.integrations.vllm.stats import (
     KvdStats,
 )
 from kvd_client.scheduler.found import count_found
-from kvd_client.scheduler.lookup import Knowledge, LookupQueue
+from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.pace import TokenPace
-from kvd_client.scheduler.request import GivenUp, LookupState
+from kvd_client.scheduler.request import GivenUp, Knowledge, LookupState
 from kvd_client.session import Connection, SessionView
 
 
@@ -160,6 +160,14 @@ class KvdManager(OffloadingManager):
             self._queue.give_up(tracked.request, GivenUp.NO_SESSION)
             return Knowledge.NOTHING
         return self._lookups.begin(tracked, prompt, self._queue)
+
+    def missed_page(self, req_context: ReqContext) -> bool:
+        """Whether the page, and nothing else, says that no whole block of the request is of use.
+
+        A tail shorter than a block is looked for all the same.
+        """
+        lookup = self.tracked(req_context).request.lookup
+        return lookup.state is LookupState.KNOWN and lookup.missed_page
 
     def begin_anew(self, req_context: ReqContext) -> None:
         """The request has no engine blocks yet: all that it computes will be of now."""

@@ -66,7 +66,7 @@ from kvd_client.integrations.vllm.scheduling.steps import StepJobs
 from kvd_client.integrations.vllm.scheduling.stores import KEYS_PER_STEP, BlocksSpec
 from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
-from kvd_client.scheduler.lookup import Knowledge
+from kvd_client.scheduler.request import Knowledge
 
 MANY_REQUESTS = 8  # from here on one probe of many is cheaper than many of one
 
@@ -196,7 +196,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
         context = req_status.req_context
         prompt = self._prompt(req_status.req, req_status.num_locally_computed_tokens)
         match self.manager.begin_lookup(context, prompt):
-            case Knowledge.NOTHING:
+            case Knowledge.NOTHING if not (
+                self.config.supports_partial_tail and self.manager.missed_page(context)
+            ):
                 req_status.partial_tail_boundary = None
                 return 0
             case Knowledge.UNANSWERED:
