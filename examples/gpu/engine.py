@@ -129,6 +129,7 @@ class Engine:
         self._scheduler.on_new_request(name, len(tokens), [hashes])
         while (found := self._scheduler.get_num_new_matched_tokens(name, 0)) is None:
             self._step()
+            time.sleep(POLL_S)  # lest the threads that hear the daemon wait for this one
         found_s = time.perf_counter() - started
         self._scheduler.update_state_after_alloc(name, [blocks], found)
         if found and not self._wait_loaded(name):

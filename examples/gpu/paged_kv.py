@@ -54,7 +54,10 @@ class PagedKv:
     def equal(self, one: Sequence[int], other: Sequence[int]) -> bool:
         """Whether two lists of blocks hold the same bytes, in every layer."""
         for layer in self.layers:
-            places = [torch.tensor(blocks, device=layer.device) for blocks in (one, other)]
+            places = [
+                torch.tensor(blocks, dtype=torch.long, device=layer.device)
+                for blocks in (one, other)
+            ]
             left, right = (layer.index_select(1, each).view(torch.uint8) for each in places)
             if not torch.equal(left, right):
                 return False
