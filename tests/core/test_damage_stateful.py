@@ -10,6 +10,7 @@ from hypothesis.stateful import rule
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.blocks.namespaces import is_cleared
 from tests.core.bench import finished, numbers_of, only
 from tests.core.drawn import key_lists, sessions
 from tests.core.test_hand_offs_stateful import HandOffRules
@@ -27,13 +28,19 @@ class DamageRules(HandOffRules):
         order = self.bench.transfers.pop(loads[pick % len(loads)])
         slots = [slot for part in order.parts for slot in part.slots.tolist()]
         damaged = tuple(slots[place] for place in places if place < len(slots))
-        there = {slot for slot in damaged if slot in self.bench.pool.ready}
+        there = {slot for slot in damaged if slot in self.bench.pool.ready and self.is_held(slot)}
         failed = finished(order, ev.TransferOutcome.FAILED)
         news = only(self.feed(replace(failed, damaged=damaged)), act.AnnounceRemoved)
         assert sum(len(each.keys) for each in news) >= len(there), "not the damaged ones went"
         assert not there & self.bench.pool.ready.keys(), "a damaged block is still READY"
         for each in news:
             self.lose(each)
+
+    def is_held(self, slot: int) -> bool:
+        """Whether anybody may be told of the block: not since a clear, which told its end."""
+        state = self.bench.machine.state
+        scope = state.scope_of(slot)
+        return not is_cleared(state, state.scopes[scope].namespace, scope)
 
     def lose(self, news: act.AnnounceRemoved) -> None:
         """Nobody is promised these blocks any more."""
