@@ -156,9 +156,7 @@ def environment() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="kvd-wheels-") as unpacked:
         wheels = sorted(WHEELS.glob("*.whl"))
         if wheels:
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-            target = ["--no-compile", "--no-cache-dir", "--upgrade", "--target", unpacked]
-            if subprocess.run([*pip, *target, *map(str, wheels)], check=False).returncode == 0:
+            if places.unpack(wheels, unpacked):
                 roots.append(Path(unpacked))
             else:
                 print(f"the wheels of {WHEELS} can't be unpacked; going on without them")

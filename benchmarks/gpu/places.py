@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ def no_device() -> str | None:
 def has_vllm() -> bool:
     """Whether vLLM was brought along for this machine."""
     return any(VLLM_WHEELS.glob("*.whl"))
+
+
+def unpack(wheels: Sequence[Path], target: str) -> bool:
+    """Unpack wheels, and nothing that they need, into a folder; whether that went well."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--target", target]
+    return subprocess.run([*pip, *map(str, wheels)], check=False).returncode == 0
 
 
 def flaw_of_shared_memory(

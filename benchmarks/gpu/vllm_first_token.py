@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -137,9 +136,8 @@ def vllm_from(wheels: Path) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="kvd-vllm-") as unpacked:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-        pip += ["--no-compile", "--no-cache-dir", "--target", unpacked]
-        subprocess.run([*pip, *map(str, found)], check=True)
+        if not places.unpack(found, unpacked):
+            sys.exit(f"the wheels of {wheels} can't be unpacked")
         os.environ[processes.VARIABLE] = sys.executable
         os.environ[processes.PATHS] = os.pathsep.join(
             [str(places.ROOT / "client" / "src"), unpacked]

@@ -296,6 +296,17 @@ def test_a_connection_does_not_outlive_its_certificate_for_long(
         upstream.close()
 
 
+def wait_until_let_in(gateway: GatewayProcess, caller: Identity, running: RunningDaemon) -> None:
+    def gets_in() -> bool:
+        with gateway.called_by(caller) as stub:
+            try:
+                return status_of(stub).process_id == running.pid
+            except grpc.RpcError:
+                return False
+
+    wait_until(gets_in, "the caller to get in")
+
+
 def test_strangers_who_say_nothing_keep_nobody_out_for_longer_than_a_handshake(
     gateway: GatewayProcess, authority: Authority, running: RunningDaemon
 ) -> None:
@@ -304,15 +315,7 @@ def test_strangers_who_say_nothing_keep_nobody_out_for_longer_than_a_handshake(
         for _ in range(MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
         began = time.monotonic()
-
-        def gets_in() -> bool:
-            with gateway.called_by(bob) as stub:
-                try:
-                    return status_of(stub).process_id == running.pid
-                except grpc.RpcError:
-                    return False
-
-        wait_until(gets_in, "bob to get in")
+        wait_until_let_in(gateway, bob, running)
     assert time.monotonic() - began < HANDSHAKE_SECONDS + CALL_SECONDS
 
 
@@ -327,15 +330,7 @@ def test_who_keeps_all_connections_open_keeps_no_operator_out_for_long(
         began = time.monotonic()
         with gateway.called_by(alice) as stub:
             assert refusal(stub.Status, pb.StatusRequest()).code is Code.UNAVAILABLE
-
-        def gets_in() -> bool:
-            with gateway.called_by(alice) as stub:
-                try:
-                    return status_of(stub).process_id == running.pid
-                except grpc.RpcError:
-                    return False
-
-        wait_until(gets_in, "the operator to get in")
+        wait_until_let_in(gateway, alice, running)
     assert time.monotonic() - began < IDLE_SECONDS + CALL_SECONDS
 
 

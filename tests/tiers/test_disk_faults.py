@@ -51,17 +51,20 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def opened(directory: Path, files: FaultyFiles | None = None, regions: int = 4) -> DiskStore:
-    return DiskStore(options_of(directory, regions=regions), files)
-
-
-@pytest.mark.parametrize(
+each_write_fault = pytest.mark.parametrize(
     ("fault", "outcome", "reason"),
     [
         (errno.EIO, Outcome.FAILED, TierReason.IO_ERROR),
         (errno.ENOSPC, Outcome.FULL, TierReason.NO_SPACE),
     ],
 )
+
+
+def opened(directory: Path, files: FaultyFiles | None = None, regions: int = 4) -> DiskStore:
+    return DiskStore(options_of(directory, regions=regions), files)
+
+
+@each_write_fault
 def test_a_write_that_fails_is_not_kept_and_its_place_is_used_again(
     directory: Path, files: FaultyFiles, fault: int, outcome: Outcome, reason: TierReason
 ) -> None:
@@ -78,13 +81,7 @@ def test_a_write_that_fails_is_not_kept_and_its_place_is_used_again(
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("fault", "outcome", "reason"),
-    [
-        (errno.EIO, Outcome.FAILED, TierReason.IO_ERROR),
-        (errno.ENOSPC, Outcome.FULL, TierReason.NO_SPACE),
-    ],
-)
+@each_write_fault
 def test_a_write_that_fails_of_a_block_that_is_no_whole_pages_is_told_too(
     directory: Path, files: FaultyFiles, fault: int, outcome: Outcome, reason: TierReason
 ) -> None:
