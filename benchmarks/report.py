@@ -46,9 +46,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Where and of what commit a figure comes."""
-    commit = ""
-    if shutil.which("git") is not None:
+    """Where and of what commit a figure comes; `cores` are those that may be used."""
+    commit = os.environ.get("KVD_COMMIT", "")  # where the files came without git
+    if not commit and shutil.which("git") is not None:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
             capture_output=True,
@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
         "commit": commit or "unknown",
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "processor": _processor(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory,
         "kernel": platform.release(),
         "python": platform.python_version(),
