@@ -42,7 +42,8 @@ def _silu_and_mul(out: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _cuda_view(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.is_pinned() and tensor.is_contiguous(), "the device sees pinned memory alone"
+    assert tensor.is_pinned(), "the device sees pinned memory alone"
+    assert tensor.is_contiguous(), "one range of bytes"
     shown = torch.as_tensor(_Shown(tensor), device="cuda")
     return shown.view(tensor.dtype).view(tensor.shape)
 
