@@ -84,7 +84,12 @@ COMMON = {
     "seed": 0,
     "options": {"weights_id": "drawn"},
 }
-NATIVE = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}
+NATIVE = {
+    "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
+    "enable_jit_warmup": False,
+    "enable_cutedsl_warmup": False,
+    "enable_flashinfer_autotune": False,
+}
 SCALES = {
     "cuda": Scale(
         LLAMA_8B,
@@ -98,7 +103,7 @@ SCALES = {
             "max_num_batched_tokens": 16384 + 64,
             "kv_cache_memory_bytes": 8 * GIB,
             "attention_backend": "TRITON_ATTN",
-            "kernel_config": {"ir_op_priority": NATIVE},
+            "kernel_config": NATIVE,
         },
     ),
     "cpu": Scale(
@@ -138,6 +143,7 @@ def vllm_from(wheels: Path) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="kvd-vllm-") as unpacked:
         if not places.unpack(found, unpacked):
             sys.exit(f"the wheels of {wheels} can't be unpacked")
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it was not carried
         os.environ[processes.VARIABLE] = sys.executable
         os.environ[processes.PATHS] = os.pathsep.join(
             [str(places.ROOT / "client" / "src"), unpacked]
