@@ -3,10 +3,11 @@
 An engine's process holds KV of 2 MiB blocks, whole and as fragments of 32 and 8 KiB. Every round
 moves the same bytes once by each contender, the order turning, so that a ratio is one of the same
 round. Ours: `mover` is the mover's CopyEngine in a second process, for the copy alone; `daemon`
-is kvd as a whole, a real mover behind it, from `Step` to the board's word. Theirs, all in the
-engine's process: `large` is one pinned copy (two at once for both directions), `plain` one
-cudaMemcpyAsync a fragment, `batch` one cuMemcpyBatchAsync, `gather` torch's index and one copy.
-Then what the engine's matrix products lose meanwhile, and what a job costs beyond its copy.
+is kvd as a whole, a real mover behind it, from `Step` to the board's word; `daemon, told before`
+the same from the worker's submission on, of a step that the daemon got while a model ran, as it
+does with an engine. Theirs, all in the engine's process: `large` is one pinned copy (two at once
+for both directions), `plain` one cudaMemcpyAsync a fragment, `batch` one cuMemcpyBatchAsync,
+`gather` torch's index and one copy. Then what the engine's matrix products lose meanwhile, and what a job costs beyond its copy.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.gpu import places, verdicts
 from benchmarks.gpu.cuda import Cuda, Failed
-from benchmarks.gpu.engine_side import GpuEngine
+from benchmarks.gpu.engine_side import TOLD_SECONDS, GpuEngine
 from benchmarks.gpu.peers import DeviceMemory, Pass, Peers
 from benchmarks.gpu.probing.nvml import ClockLog
 from benchmarks.gpu.probing.products import Marks, Products, by_phase
@@ -154,12 +156,12 @@ class Case:
         except BROKEN as error:
             self.failed["mover"] = f"{type(error).__name__}: {error}"
         if without:
-            self.failed["daemon"] = without
+            self.failed |= dict.fromkeys(verdicts.DAEMON, without)
             return
         try:
             self.engine = self._stack.enter_context(served(self.memory, self.fragments, size))
         except BROKEN as error:
-            self.failed["daemon"] = f"{type(error).__name__}: {error}"
+            self.failed |= dict.fromkeys(verdicts.DAEMON, f"{type(error).__name__}: {error}")
 
     def passes(self, kinds: list[str]) -> dict[str, Pass]:
         """Every contender's pass, by name."""
@@ -170,7 +172,8 @@ class Case:
         if engine is not None:
             order = [number * 7919 % engine.blocks for number in range(engine.blocks)]
             engine.move(STORE, order)  # what loads load
-            found["daemon"] = lambda: engine.move(kinds, order)
+            for name, told_s in zip(verdicts.DAEMON, (0.0, TOLD_SECONDS), strict=True):
+                found[name] = partial(engine.move, kinds, order, told_s)
         return found
 
     def close(self) -> None:

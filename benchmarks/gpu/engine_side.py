@@ -15,6 +15,7 @@ from tests.client.kv_memory import KvMemory
 GPU_JOB_BLOCKS = 512  # a step of 8192 tokens, in blocks of 16
 LOOK_SECONDS = 50e-6
 SOON_SECONDS = 1e-6
+TOLD_SECONDS = 0.02  # what the daemon may plan a large step in; a model computes it for longer
 STEP_SECONDS = 0.004  # from the scheduler's step until the worker has its plan, and a model runs
 
 
@@ -58,14 +59,19 @@ class GpuEngine(BenchEngine):
     def make_memory(self) -> KvMemory:
         return cast("KvMemory", self._kv)
 
-    def move(self, kinds: list[str], order: list[int]) -> float:
+    def move(self, kinds: list[str], order: list[int], told_s: float = 0.0) -> float:
         """Store and load those engine blocks, a half each when both; seconds until all is seen.
 
-        What is stored has new keys; what is loaded was stored by the pass before.
+        What is stored has new keys; what is loaded was stored by the pass before. From the
+        scheduler's step on; with `told_s`: from the worker's submission on, that much later.
         """
         step, plan = self._drafted(kinds, order)
         began = time.perf_counter()
-        failed = self.run_jobs(step, plan, LOOK_SECONDS)
+        assert self.connection.send_step(step)
+        if told_s:
+            time.sleep(told_s)
+            began = time.perf_counter()
+        failed = self.see_jobs(plan, LOOK_SECONDS)
         seconds = time.perf_counter() - began
         assert not failed, f"{failed} jobs failed"
         return seconds

@@ -15,7 +15,8 @@ BOTH_BAR_FRAGMENT = 2 * MIB  # both directions at once have a bar at this size o
 OF_IN_PROCESS = 0.97
 SLOWDOWN = {"store": 1.02, "store+load": 1.03}
 OVERHEAD_US = 300.0
-OURS = ("mover", "daemon")
+DAEMON = ("daemon", "daemon, told before")  # from the step on, and from submission on
+OURS = ("mover", *DAEMON)
 _UNJUDGED = {
     "from_step_s": "step sent to completion seen",
     "copy_engine_s": "the mover's own copy",
