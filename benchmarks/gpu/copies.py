@@ -7,7 +7,8 @@ is kvd as a whole, a real mover behind it, from `Step` to the board's word; `dae
 the same from the worker's submission on, of a step that the daemon got while a model ran, as it
 does with an engine. Theirs, all in the engine's process: `large` is one pinned copy (two at once
 for both directions), `plain` one cudaMemcpyAsync a fragment, `batch` one cuMemcpyBatchAsync,
-`gather` torch's index and one copy. Then what the engine's matrix products lose meanwhile, and what a job costs beyond its copy.
+`gather` torch's index and one copy. Then what the engine's matrix products lose meanwhile, and
+what a job costs beyond its copy.
 """
 
 from __future__ import annotations
