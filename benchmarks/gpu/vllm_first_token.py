@@ -231,15 +231,19 @@ def measure(scale: Scale, socket: str, model: Path) -> Answer:
     return found | {
         "rows": [row_of(length, taken) for length, taken in pairs.items()],
         "with_graphs_s": [answer["seconds"] for answer in again],
+        "with_graphs_steps": [answer["steps"] for answer in again],
         "same_tokens": same_tokens(pairs),
         "blocks_compared": blocks_compared(scale, pairs),
     }
 
 
 def row_of(length: int, taken: list[dict[str, Answer]]) -> Answer:
-    """Of prompts of one length: seconds to the first token by case."""
-    seconds = {case: [answers[case]["seconds"] for answers in taken] for case in CASES}
-    return {"tokens": length, "seconds": seconds}
+    """Of prompts of one length: seconds to the first token by case, and the steps until then."""
+    told = {
+        name: {case: [answers[case][name] for answers in taken] for case in CASES}
+        for name in ("seconds", "steps")
+    }
+    return {"tokens": length, **told}
 
 
 def line_of(length: int, taken: list[dict[str, Answer]]) -> str:

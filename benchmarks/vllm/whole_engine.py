@@ -83,8 +83,9 @@ class WholeEngine:
         return {"answers": self._run(prompts, max_tokens)}
 
     def _run(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-        """Of each: seconds to the first token, all its tokens, how many were cached, and a digest
-        of what its whole blocks hold on the device.
+        """Of each: seconds to the first token, when each step until then began and how long it
+        took, all its tokens, how many were cached, and a digest of what its whole blocks hold on
+        the device.
 
         Returns once nothing is being stored any more.
         """
@@ -99,11 +100,16 @@ class WholeEngine:
             answers[name] = {"seconds": 0.0, "tokens": [], "cached": 0, "length": len(prompt)}
         blocks: dict[str, list[int]] = {}
         scheduler = self.core.scheduler
+        steps: list[tuple[float, float]] = []
         while scheduler.has_requests():
+            at = time.perf_counter() - began
             outputs = self.engine.step()
+            steps.append((at, time.perf_counter() - began - at))  # seconds
             for output in outputs:
                 answer = answers[output.request_id]
-                answer["seconds"] = answer["seconds"] or time.perf_counter() - began
+                if not answer["seconds"]:
+                    answer["seconds"] = time.perf_counter() - began
+                    answer["steps"] = list(steps)
                 answer["tokens"] = list(output.outputs[0].token_ids)
                 answer["cached"] = output.num_cached_tokens
             for known in scheduler.requests:  # a name of ours, and vLLM's suffix

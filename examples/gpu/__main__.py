@@ -192,7 +192,9 @@ def machine(torch: Any, device_type: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of this checkout; empty where it is none, or there is no git."""
+    """Of this checkout, or KVD_COMMIT where the files came without git; empty where neither says."""
+    if told := os.environ.get("KVD_COMMIT"):
+        return told
     git = ["git", "rev-parse", "HEAD"]
     try:
         done = subprocess.run(git, cwd=ROOT, check=False, capture_output=True, text=True)
