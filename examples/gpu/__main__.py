@@ -192,7 +192,7 @@ def machine(torch: Any, device_type: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of this checkout, or KVD_COMMIT where the files came without git; empty where neither says."""
+    """Of this checkout, or KVD_COMMIT where files came without git; empty where neither says."""
     if told := os.environ.get("KVD_COMMIT"):
         return told
     git = ["git", "rev-parse", "HEAD"]
