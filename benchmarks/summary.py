@@ -16,7 +16,12 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS.parent.parent / "docs" / "benchmarks.md"
-MACHINES = {"two-cores": "AMD", "two-cores-intel": "Intel"}  # folders of results that are kept
+# Folders of results that are kept.
+MACHINES = {
+    "two-cores": "AMD",
+    "two-cores-intel": "Intel",
+    "two-of-16-cores-intel": "Intel, 2 of 16",
+}
 BEGIN, END = "<!-- figures: made by `python -m benchmarks.summary --write` -->", "<!-- end -->"
 POLICY_BARS = {"arc": 1.5, "s3fifo": 1.5, "turns": 1.5}
 LOOKUP_BARS_MS = {
