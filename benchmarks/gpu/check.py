@@ -113,7 +113,7 @@ def steps(results: Path, patience: float = 1.0) -> tuple[Step, ...]:
         Step("copies", ("-m", "benchmarks.gpu.copies"), 150),
         Step("demo", demo, 60),
         *(
-            [Step("vllm", ("-m", "benchmarks.gpu.vllm_first_token"), 170)]
+            [Step("vllm", ("-m", "benchmarks.gpu.vllm_first_token"), 230)]
             if places.has_vllm()
             else []
         ),

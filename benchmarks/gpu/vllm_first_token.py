@@ -6,8 +6,9 @@ A real engine (vLLM's own scheduler, GPU worker and model code; Triton for atten
 the rest, see vllm_wheels.py) with random weights in a Llama's shape, over a real daemon. Prompts
 of drawn tokens are asked for cold, then loaded from kvd once vLLM's prefix cache is empty and all
 of its KV memory is written over, and again from vLLM's own prefix cache. What was loaded must have
-the bytes that were computed. Then several prompts come at once; then another engine, with CUDA
-graphs, finds them in the daemon. `--device cpu` does the same with a toy model, by .venv-vllm.
+the bytes that were computed. Then several prompts come at once; then movers and the daemon are
+killed while one is loaded; then another engine, with CUDA graphs, finds them in the daemon.
+`--device cpu` does the same with a toy model, by .venv-vllm.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ from typing import Any
 from benchmarks import report
 from benchmarks.gpu import places
 from benchmarks.gpu.cuda import Cuda
+from benchmarks.gpu.vllm_deaths import Asked, survived
 from benchmarks.report import Spread
 from benchmarks.rig import MIB, daemon
 from benchmarks.vllm import processes
 from benchmarks.vllm.processes import OrderedProcess
+from tests.daemon_process import DaemonProcess
 
 MODULE = "benchmarks.vllm.whole_engine"
 GIB = 1 << 30
 TAIL = 5  # tokens behind the last whole block, which are always computed
 AT_ONCE = 6
 TOKENS = 4  # of an answer
+DEATHS_AT = (0.0, 0.5, 1.5)  # × a load's usual time
 CASES = ("cold", "kvd", "prefix cache")
 Answer = dict[str, Any]
 
@@ -49,6 +53,7 @@ class Scale:
     lengths: tuple[int, ...]  # tokens
     rounds: int
     pool_bytes: int
+    load_s: float  # about how long a prompt of the middle length is looked up and loaded
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: bool = True  # whether another engine comes
 
@@ -96,6 +101,7 @@ SCALES = {
         (1024, 4096, 16384),
         3,
         24 * GIB,
+        0.04,
         {
             "dtype": "bfloat16",
             "block_size": 16,
@@ -111,6 +117,7 @@ SCALES = {
         (256, 1024),
         2,
         512 * MIB,
+        0.006,
         {
             "dtype": "float32",
             "block_size": 32,
@@ -204,9 +211,19 @@ def expect_many(engine: OrderedProcess, scale: Scale, cold: list[Answer]) -> Non
         expect(answer, cold[number], min(scale.lengths), what)
 
 
-def measure(scale: Scale, socket: str, model: Path) -> Answer:
+def deaths(engine: OrderedProcess, scale: Scale, running: DaemonProcess) -> list[Answer]:
+    """Kill at the request's arrival, while it is looked up or loaded, and at its end."""
+    length = sorted(scale.lengths)[len(scale.lengths) // 2]
+    asked = Asked(engine, 800, length + TAIL, length, TOKENS)
+    found = survived(asked, running, [share * scale.load_s for share in DEATHS_AT])
+    print(f"the engine went on after {len(found)} kills of movers and daemon", flush=True)
+    return found
+
+
+def measure(scale: Scale, running: DaemonProcess, model: Path) -> Answer:
     """Everything, as a document."""
     pairs: dict[int, list[dict[str, Answer]]] = {}
+    socket = running.socket
     began = time.monotonic()
     settings = COMMON | scale.settings
     with OrderedProcess(MODULE, [socket, str(model)], settings | EAGER) as engine:
@@ -221,6 +238,7 @@ def measure(scale: Scale, socket: str, model: Path) -> Answer:
             print(line_of(length, pairs[length]), flush=True)
         cold = ask_many(engine, scale)
         expect_many(engine, scale, cold)
+        killed = deaths(engine, scale, running)
     again: list[Answer] = []
     if scale.restarts:
         with OrderedProcess(MODULE, [socket, str(model)], settings | GRAPHS) as engine:
@@ -233,6 +251,7 @@ def measure(scale: Scale, socket: str, model: Path) -> Answer:
         "with_graphs_s": [answer["seconds"] for answer in again],
         "with_graphs_steps": [answer["steps"] for answer in again],
         "same_tokens": same_tokens(pairs),
+        "deaths": killed,
         "blocks_compared": blocks_compared(scale, pairs),
     }
 
@@ -293,7 +312,7 @@ def main() -> int:
         vllm_from(wheels),
         daemon(scale.pool_bytes, extent_bytes=min(scale.pool_bytes // 8, 256 * MIB)) as running,
     ):
-        found = measure(scale, running.socket, write_model(scale, Path(folder)))
+        found = measure(scale, running, write_model(scale, Path(folder)))
     document = {"device": name, "commit": places.commit(), "shape": scale.shape, **found}
     print(f"{found['blocks_compared']} loaded blocks have the bytes that were computed")
     print(f"written to {places.write(document, name, 'gpu-vllm', options.output)}")

@@ -29,4 +29,6 @@ def test_what_is_loaded_has_the_bytes_that_were_computed(tmp_path: Path) -> None
     assert found["blocks_compared"] == 7
     assert found["same_tokens"] == 1
     assert [row["tokens"] for row in found["rows"]] == [256]
+    killed = [(row["killed"], row["same_tokens"]) for row in found["deaths"]]
+    assert killed == [("mover", True)] * 3 + [("daemon", True)] * 3
     assert all(seconds > 0 for taken in found["rows"][0]["seconds"].values() for seconds in taken)
