@@ -112,13 +112,18 @@ def steps(results: Path, patience: float = 1.0) -> tuple[Step, ...]:
         Step("stress", ("-m", "benchmarks.gpu.stress", "--seconds=24"), 60),
         Step("copies", ("-m", "benchmarks.gpu.copies"), 150),
         Step("demo", demo, 60),
-        *(
-            [Step("vllm", ("-m", "benchmarks.gpu.vllm_first_token"), 230)]
-            if places.has_vllm()
-            else []
-        ),
+        *(_vllm_steps() if places.has_vllm() else ()),
     )
     return tuple(replace(step, limit_s=patience * step.limit_s) for step in told)
+
+
+def _vllm_steps() -> tuple[Step, ...]:
+    """The real vLLM, with one kind of KV and with two."""
+    module = ("-m", "benchmarks.gpu.vllm_first_token")
+    return (
+        Step("vllm", module, 230),
+        Step("hybrid", (*module, "--model=gemma", "--quick"), 170),
+    )
 
 
 def _pytest(results: Path, name: str) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ Answer = dict[str, Any]
 class Scale:
     """Of one device: the model's shape, vLLM's settings, and what is asked."""
 
-    shape: dict[str, int]
+    shape: dict[str, Any]
     lengths: tuple[int, ...]  # tokens
     rounds: int
     pool_bytes: int
@@ -64,6 +64,9 @@ class Scale:
 
 
 LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -73,7 +76,37 @@ LLAMA_8B = {
     "head_dim": 128,
     "max_position_embeddings": 32768,
 }
-TOY = {
+# Of a Gemma 3 of 4B: five layers in six see a window alone, and have blocks of their own.
+GEMMA_4B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 32000,
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 32768,
+    "sliding_window": 1024,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+}
+TOY_GEMMA = GEMMA_4B | {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "query_pre_attn_scalar": 64,
+    "max_position_embeddings": 4096,
+    "sliding_window": 128,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+}
+TOY = LLAMA_8B | {
     "vocab_size": 2048,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -127,6 +160,10 @@ SCALES = {
         },
     ),
 }
+MODELS = {
+    "llama": {"cuda": LLAMA_8B, "cpu": TOY},
+    "gemma": {"cuda": GEMMA_4B, "cpu": TOY_GEMMA},
+}
 # No compiler and no kernels of vLLM's own; of the second engine's decoding steps there are graphs.
 TORCH_ONLY = {"mode": 0, "custom_ops": ["none"]}
 EAGER = {"enforce_eager": True, "compilation_config": TORCH_ONLY}
@@ -161,9 +198,6 @@ def vllm_from(wheels: Path) -> Iterator[None]:
 def write_model(scale: Scale, folder: Path) -> Path:
     """A model's configuration; vLLM draws its weights."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "bos_token_id": 0,
         "eos_token_id": 1,
@@ -293,14 +327,14 @@ def main() -> int:
     """Measure, print, write the JSON; 1 where there is no GPU and none is left out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=sorted(SCALES), default="cuda")
-    parser.add_argument(
-        "--quick", action="store_true", help="one engine, short prompts: a smoke test"
-    )
+    parser.add_argument("--quick", action="store_true", help="one engine, one length: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama", help="its shape")
     options = parser.parse_args()
     scale, name = SCALES[options.device], "cpu"
+    scale = replace(scale, shape=MODELS[options.model][options.device])
     if options.quick:
-        scale = replace(scale, lengths=scale.lengths[:1], rounds=1, restarts=False)
+        scale = replace(scale, lengths=scale.lengths[-2:-1], rounds=1, restarts=False)
     if options.device == "cuda":
         if (reason := places.no_device()) is not None:
             print(f"There is no GPU here ({reason}); `--device cpu` runs the same on any machine.")
@@ -315,7 +349,8 @@ def main() -> int:
         found = measure(scale, running, write_model(scale, Path(folder)))
     document = {"device": name, "commit": places.commit(), "shape": scale.shape, **found}
     print(f"{found['blocks_compared']} loaded blocks have the bytes that were computed")
-    print(f"written to {places.write(document, name, 'gpu-vllm', options.output)}")
+    file = "gpu-vllm" if options.model == "llama" else f"gpu-vllm-{options.model}"
+    print(f"written to {places.write(document, name, file, options.output)}")
     return 0
 
 

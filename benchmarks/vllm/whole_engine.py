@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,13 @@ class WholeEngine:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        began, answers = time.perf_counter(), {}
+        began, answers = time.perf_counter(), dict[str, Answer]()
         for prompt in prompts:
             self._asked += 1
             name = str(self._asked)
             self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
             answers[name] = {"seconds": 0.0, "tokens": [], "cached": 0, "length": len(prompt)}
-        blocks: dict[str, list[int]] = {}
+        blocks: dict[str, tuple[list[int], ...]] = {}  # of each group
         scheduler = self.core.scheduler
         steps: list[tuple[float, float]] = []
         while scheduler.has_requests():
@@ -114,13 +115,13 @@ class WholeEngine:
                 answer["cached"] = output.num_cached_tokens
             for known in scheduler.requests:  # a name of ours, and vLLM's suffix
                 name = known.partition("-")[0]
-                (held,) = scheduler.kv_cache_manager.get_block_ids(known)
-                blocks[name] = held or blocks.get(name, [])
+                held = scheduler.kv_cache_manager.get_block_ids(known)
+                if any(held):
+                    blocks[name] = held
             if not outputs:
                 time.sleep(IDLE_SECONDS)
         for name, answer in answers.items():
-            whole = answer["length"] // self._block_tokens
-            answer["digest"] = digest_of(blocks[name][:whole]) if name in blocks else ""
+            answer["digest"] = digest_of(blocks[name], answer["length"]) if name in blocks else ""
         return list(answers.values())
 
     def forget_device(self) -> Answer:
@@ -138,19 +139,36 @@ def kv_tensors() -> list[torch.Tensor]:
     return [each.tensor for each in caches.tensors]
 
 
-def digest_of(blocks: list[int]) -> str:
-    """Of what these blocks hold, in order: each word times a key of its place, summed up on the
-    device, since gigabytes are asked for."""
+def digest_of(blocks: tuple[list[int], ...], length: int) -> str:
+    """Of what the whole blocks of so many tokens hold, in order: each word times a key of its
+    place, summed up on the device, since gigabytes are asked for. `blocks`: of each group; of one
+    with a window the last ones, which the next token needs."""
     settle()
     digest = hashlib.blake2b(digest_size=16)
     drawn = torch.Generator().manual_seed(1)
-    places = torch.tensor(blocks)
-    for tensor in kv_tensors():
+    for tensor, places in _places(blocks, length):
         words = tensor[places.to(tensor.device)].view(torch.int64)
         keys = torch.randint(-(2**62), 2**62, words.shape[1:], generator=drawn) * 2 + 1
         sums = (words * keys.to(words.device)).sum(dim=1)  # modulo 2**64
         digest.update(sums.cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _places(
+    blocks: tuple[list[int], ...], length: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each group's tensors, and the numbers of its whole blocks."""
+    worker = get_kv_transfer_group().connector_worker
+    caches, tensors = worker._caches, kv_tensors()  # noqa: SLF001 - there is no other
+    groups = worker.kv_cache_config.kv_cache_groups
+    for group, held, refs in zip(groups, blocks, caches.group_data_refs, strict=True):
+        spec = group.kv_cache_spec
+        whole = held[: length // spec.block_size]
+        window = getattr(spec, "sliding_window", None)
+        if window is not None:
+            whole = whole[-((window - 1) // spec.block_size) :]
+        for number in sorted({ref.tensor_idx for ref in refs}):
+            yield tensors[number], torch.tensor(whole)
 
 
 def settle() -> None:

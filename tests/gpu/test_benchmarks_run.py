@@ -465,7 +465,7 @@ def test_the_check_names_its_steps_in_their_order(
     patient = check.steps(tmp_path, 2.0)
     assert [step.limit_s for step in patient] == [2 * step.limit_s for step in steps]
     (tmp_path / "vllm-1-py3-none-any.whl").touch()
-    assert [step.name for step in check.steps(tmp_path)] == [*names, "vllm"]
+    assert [step.name for step in check.steps(tmp_path)] == [*names, "vllm", "hybrid"]
 
 
 def test_a_step_that_no_time_is_left_for_fails_without_being_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def test_what_is_loaded_has_the_bytes_that_were_computed(tmp_path: Path) -> None
     output = tmp_path / "found.json"
     command = [str(KVD_PYTHON), "-m", "benchmarks.gpu.vllm_first_token", "--device", "cpu"]
     told = subprocess.run(
-        [*command, "--quick", "--output", str(output)],
+        [*command, "--model=gemma", "--quick", "--output", str(output)],
         cwd=ROOT,
         env=os.environ | {"KVD_VLLM_PYTHON": sys.executable, "KVD_GPU_RESULTS": ""},
         capture_output=True,

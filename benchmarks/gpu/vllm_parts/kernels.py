@@ -41,6 +41,11 @@ def _silu_and_mul(out: torch.Tensor, values: torch.Tensor) -> None:
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def _gelu_tanh_and_mul(out: torch.Tensor, values: torch.Tensor) -> None:
+    gate, up = values.chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
 def _cuda_view(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.is_pinned(), "the device sees pinned memory alone"
     assert tensor.is_contiguous(), "one range of bytes"
@@ -51,6 +56,7 @@ def _cuda_view(tensor: torch.Tensor) -> torch.Tensor:
 for _name in SUPPORTS:
     _define(f"{_name}(int capability) -> bool", lambda _capability: False)
 _define("silu_and_mul(Tensor! out, Tensor input) -> ()", _silu_and_mul)
+_define("gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()", _gelu_tanh_and_mul)
 _define("get_cuda_view_from_cpu_tensor(Tensor cpu_tensor) -> Tensor", _cuda_view)
 # A graph's outputs are held, where vLLM's own operator lets go of them: more memory, same bytes.
 _define("weak_ref_tensor(Tensor(a) input) -> Tensor(a)", lambda tensor: tensor.view_as(tensor))
