@@ -6,9 +6,10 @@ import functools
 import hashlib
 import mmap
 import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -213,6 +214,68 @@ def test_a_load_of_what_is_not_there_brings_its_head_and_writes_no_more(memory: 
     loaded = memory.batches.load([BlockRun(0, 0, prompt, range(20, 26))])
     assert loaded == [[True, True, False, False, False, False]]
     assert memory.values(20, 6) == [{7}, {8}, {0}, {0}, {0}, {0}]
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.fixture
+def interrupt_in() -> Iterator[Callable[[float], None]]:
+    """Raise Interrupted in this thread, so many seconds from now."""
+
+    def interrupt(*_told: object) -> None:
+        raise Interrupted
+
+    def begin(seconds: float) -> None:
+        thread = threading.get_ident()
+        threading.Timer(seconds, signal.pthread_kill, (thread, signal.SIGUSR1)).start()
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield begin
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupted_load_raises_once_no_copy_goes_on(
+    memory: Memory, daemon: DaemonProcess, interrupt_in: Callable[[float], None]
+) -> None:
+    hashes = keys(6, 4)
+    for block in range(4):
+        memory.write(block, 7)
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    waker = threading.Timer(1.0, os.kill, (mover, signal.SIGCONT))
+    waker.start()
+    interrupt_in(0.2)
+    with pytest.raises(Interrupted):
+        memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
+    for block in range(8, 12):
+        memory.write(block, 9)
+    waker.join()
+    assert memory.batches.load([BlockRun(0, 0, hashes, range(16, 20))]) == [[True] * 4]
+    assert memory.values(16, 4) == [{7}] * 4
+    assert memory.values(8, 4) == [{9}] * 4, "a copy went on after the load had raised"
+    assert leased(memory.batches) == 0
+
+
+def test_an_interrupted_store_is_given_up(
+    memory: Memory, daemon: DaemonProcess, interrupt_in: Callable[[float], None]
+) -> None:
+    hashes = keys(7, 4)
+    for block in range(4):
+        memory.write(block, 7)
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    interrupt_in(0.2)
+    with pytest.raises(Interrupted):
+        memory.batches.store([BlockRun(0, 0, hashes, range(4))])
+    for block in range(4):
+        memory.write(block, 9)
+    os.kill(mover, signal.SIGCONT)
+    assert memory.batches.store([BlockRun(0, 0, keys(8, 1), range(1))]) == [True]
+    found = memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])[0]
+    assert all(values == {7} for values in memory.values(8, found.count(True)))
 
 
 def test_engines_that_name_the_same_epoch_go_on_sharing(daemon: DaemonProcess) -> None:

@@ -446,6 +446,15 @@ class BlockBatches:
         return self._connection.send_step(step)
 
     def _wait(self, drafts: Sequence[JobDraft], deadline_s: float | None) -> list[bool]:
+        """As `_see_ends`. What a signal's handler raises meanwhile comes once all have ended, too:
+        no copy goes on behind its back."""
+        try:
+            return self._see_ends(drafts, deadline_s)
+        except BaseException:
+            self._see_ends(drafts, None if deadline_s is None else 0.0)
+            raise
+
+    def _see_ends(self, drafts: Sequence[JobDraft], deadline_s: float | None) -> list[bool]:
         """Whether each job is done, once all have ended. At the deadline stores are given up;
         a load's deadline is the worker's, which ends the mover."""
         job_ids = [draft.job_id for draft in drafts]
@@ -453,14 +462,17 @@ class BlockBatches:
         while True:
             with self._lock:
                 self._take_ends()
-                left = [job_id for job_id in job_ids if self._jobs[job_id].done is None]
+                jobs = {job_id: self._jobs[job_id] for job_id in job_ids if job_id in self._jobs}
+                left = [job_id for job_id, job in jobs.items() if job.done is None]
                 waited = time.monotonic() - began
                 is_late = bool(left) and deadline_s is not None and waited > deadline_s
                 if is_late:
                     self._give_up(left)
                 if is_late or not left:
-                    self._finished += [draft.context.request_id for draft in drafts]
-                    done = [bool(self._jobs.pop(job_id).done) for job_id in job_ids]
+                    self._finished += [
+                        draft.context.request_id for draft in drafts if draft.job_id in jobs
+                    ]
+                    done = [bool(self._jobs.pop(job_id).done) for job_id in jobs]
                     break
             time.sleep(min(max(POLL_S, waited * POLL_SHARE), POLL_MAX_S))
         if is_late:
