@@ -33,6 +33,10 @@ def seconds(default: float, at_most: float, meaning: str, at_least: float = 0.0)
     return field(default=default, metadata=metadata)
 
 
+def count(default: int, at_most: int, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "range": (0, at_most)})
+
+
 def read(
     where: str, given: Mapping[str, Any], own: Mapping[str, Field[Any]], others: Iterable[str]
 ) -> dict[str, Any]:
@@ -60,6 +64,10 @@ def _checked(where: str, value: Any, option: Field[Any]) -> Any:
     match default:
         case bool():
             allowed, fits = "true or false", isinstance(value, bool)
+        case int():
+            at_least, at_most = metadata["range"]
+            allowed = f"a whole number from {at_least} to {at_most}"
+            fits = type(value) is int and at_least <= value <= at_most
         case float():
             at_least, at_most = metadata["range"]
             allowed = f"a number of seconds from {at_least:g} to {at_most:g}"

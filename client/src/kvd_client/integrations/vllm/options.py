@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvd_client.integrations.engine_options import EngineOptions
-from kvd_client.integrations.option_fields import choice, read, seconds, switch, wrong
+from kvd_client.integrations.option_fields import choice, count, read, seconds, switch, wrong
 from kvd_client.scheduler import SchedulerOptions
 from kvd_client.scheduler.params import StoreMode
 
 WHERE = "kv_connector_extra_config"
+MOST_TOKENS = 1 << 30
 
 # What vLLM's own offloading connector reads, for every spec.
 VLLM_KEYS = frozenset(
@@ -70,6 +71,9 @@ class KvdOptions(EngineOptions):
     )
     trust_page: bool = switch(
         True, "load what the index page shows whole, without waiting for the daemon's answer"
+    )
+    min_load_tokens: int = count(
+        0, MOST_TOKENS, "what is found of fewer tokens than this is computed, not loaded"
     )
     lookup_deadline_s: float = seconds(0.005, 1.0, "the one wait of a step for lookups")
     patience_s: float = seconds(

@@ -94,6 +94,7 @@ class KvdManager(OffloadingManager):
         self._account = options.account
         self._clock = clock
         self._options = options.scheduler_options()
+        self._min_load_tokens = options.min_load_tokens
         self._connection: Connection | None = None
         self._queue: LookupQueue | None = None
         self._lookups = RequestLookups(self.groups, clock)
@@ -145,6 +146,8 @@ class KvdManager(OffloadingManager):
         """Ask for the request's blocks; nobody waits for the answer."""
         request = self.tracked(req_context).request
         request.hashes, request.num_tokens, _ = prompt
+        if self._is_too_short(prompt):
+            return
         if self.enter_session() is not None and self._queue is not None:
             self._queue.arrive(request)
 
@@ -154,12 +157,21 @@ class KvdManager(OffloadingManager):
         tracked.request.num_tokens = prompt.num_tokens
         tracked.request.computed_tokens = prompt.computed_tokens
         self.begin_anew(req_context)
-        if self._queue is None:
+        if self._queue is None or self._is_too_short(prompt):
             return Knowledge.NOTHING
         if self.enter_session() is None:
             self._queue.give_up(tracked.request, GivenUp.NO_SESSION)
             return Knowledge.NOTHING
         return self._lookups.begin(tracked, prompt, self._queue)
+
+    def _is_too_short(self, prompt: Prompt) -> bool:
+        """Whether all that could be found of it, but a token, is less than is worth a load."""
+        least = self._min_load_tokens
+        return bool(least) and prompt.num_tokens - prompt.computed_tokens <= least
+
+    def worth_loading(self, hit_tokens: int | None) -> int | None:
+        """So many tokens, or none where they are fewer than is worth a load."""
+        return 0 if hit_tokens is not None and hit_tokens < self._min_load_tokens else hit_tokens
 
     def missed_page(self, req_context: ReqContext) -> bool:
         """Whether the page, and nothing else, says that no whole block of the request is of use.

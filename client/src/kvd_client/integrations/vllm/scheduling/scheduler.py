@@ -203,7 +203,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
                 return 0
             case Knowledge.UNANSWERED:
                 return None
-        hit_tokens: int | None = super()._lookup(req_status, *limits)
+        hit_tokens = self.manager.worth_loading(super()._lookup(req_status, *limits))
+        if not hit_tokens:
+            req_status.partial_tail_boundary = None
         return hit_tokens if self.manager.end_lookup(context, hit_tokens) else None
 
     def _maximal_prefix_lookup(
