@@ -50,7 +50,7 @@ class PromptResult:
     recompute_all_s: list[float]
     load_s: float
     load_all_s: list[float]
-    found_s: float  # of the load's time, until its lookup was answered
+    found_s: float  # of the load's time, until it was found
     loaded_s: float  # and until the load was seen to be done
     loaded_tokens: int
     loaded_bytes: int
