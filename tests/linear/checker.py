@@ -23,6 +23,7 @@ class Kind(enum.Enum):
     MISSED = "missed"
     REMOVED = "removed"  # announced: it was there, and is not
     CLEARED = "cleared"  # not there, whether it was or not
+    MAYBE_CLEARED = "maybe cleared"  # it was asked for, and nobody said that it was done
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Call:
     who: str = ""
 
 
+_MAYBE = (Kind.MAYBE_STORED, Kind.MAYBE_CLEARED)
 _LOOKS = {Kind.FOUND: True, Kind.MISSED: False}
 MOST_STATES = 200_000  # of the search in one block: more than any history here takes
 
@@ -58,7 +60,7 @@ def faults(history: Iterable[tuple[object, Call]]) -> list[str]:
 def possible(calls: Sequence[Call]) -> bool:
     """Whether there is an order of these calls on one block that a register would follow."""
     whole = (1 << len(calls)) - 1
-    optional = sum(1 << n for n, call in enumerate(calls) if call.kind is Kind.MAYBE_STORED)
+    optional = sum(1 << n for n, call in enumerate(calls) if call.kind in _MAYBE)
     # Announcements come in the order of what they announce.
     removals = [n for n, call in enumerate(calls) if call.kind is Kind.REMOVED]
     removals.sort(key=lambda n: calls[n].end)
@@ -112,3 +114,5 @@ def _step(kind: Kind, *, there: bool) -> bool | None:
             return False if there else None
         case Kind.CLEARED:
             return False
+        case Kind.MAYBE_CLEARED:  # of one that is not there nothing is to be said
+            return False if there else None

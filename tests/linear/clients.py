@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import time
@@ -14,13 +15,14 @@ import grpc
 from kvd_proto.v1 import events_pb2
 from tests.client.content import HASH_BYTES, block_hashes
 from tests.control.daemon_rig import Caller
-from tests.faults.probe import Probe
+from tests.faults.probe import Probe, ProbeFailed
 from tests.faults.scene import Scene
 from tests.linear.checker import Call, Kind
 
 HIT, MISS = 1, 0
 PROMPTS = 6
 MOST = 12  # blocks of a prompt
+PATIENCE_S = 90.0
 
 Block = tuple[str, bytes]  # epoch and key
 
@@ -114,12 +116,51 @@ class Client(threading.Thread):
     def _clear(self) -> None:
         assert self._clears is not None
         begin = time.monotonic()
-        self._clears.clear()
-        self._history.clears.append(Call(Kind.CLEARED, begin, time.monotonic(), self.name))
+        try:
+            self._clears.clear()
+        except (grpc.RpcError, OSError):  # the daemon has died, and may end it when it is back
+            self._clears.forget_caller()
+            call = Call(Kind.MAYBE_CLEARED, begin, math.inf, self.name)
+        else:
+            call = Call(Kind.CLEARED, begin, time.monotonic(), self.name)
+        self._history.clears.append(call)
 
     def _reset(self) -> None:
         """From now on it finds nothing that it has not stored since."""
         self.epoch = str(self._probe.ask("reset")["epoch"])
+
+
+class Survivor(Client):
+    """One whose daemon dies now and then: it begins each order with one that serves it."""
+
+    def _one(self) -> None:
+        # The oftener a daemon has died, the longer a client waits before it tries again.
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._probe.wait_usable()
+                break
+            except ProbeFailed:
+                if time.monotonic() > deadline:
+                    raise
+        super()._one()
+
+
+class Killer(threading.Thread):
+    """Kills the daemon (-9) at random moments, and starts it again."""
+
+    def __init__(self, scene: Scene, deaths: int) -> None:
+        super().__init__()
+        self._daemon, self._deaths = scene.daemon, deaths
+        self._dice = random.Random(11)
+        self.died_at: list[float] = []
+
+    def run(self) -> None:
+        for _ in range(self._deaths):
+            time.sleep(self._dice.uniform(0.2, 1.5))
+            self._daemon.kill()
+            self.died_at.append(time.monotonic())
+            self._daemon.start()
 
 
 class Watcher(threading.Thread):
