@@ -188,6 +188,8 @@ class Rank:
     def block(self, group: int, block: int) -> torch.Tensor:
         """A copy of one block's bytes in all layers of its group."""
         names = self.caches.kv_cache_groups[group].layer_names
+        if not names:
+            return torch.empty(0, dtype=torch.int8)
         return torch.stack([self.kv[name][block].view(torch.int8) for name in names]).clone()
 
     def put(self, group: int, block: int, content: torch.Tensor) -> None:

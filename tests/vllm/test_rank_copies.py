@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from tests.daemon_process import DaemonProcess
 from tests.vllm.conftest import StartRig
@@ -86,6 +87,19 @@ def test_pipeline_stages_may_hold_different_amounts(make_rig: MakeRig) -> None:
     contents = contents_of(rig, [4, 5])
     rig.store("two stages", [4, 5])
     check_loaded(rig, "two stages", [14, 15], contents)
+
+
+def test_a_pipeline_stage_may_have_no_layer_of_a_group(make_rig: MakeRig) -> None:
+    both = cache_config(groups=2)
+    first = cache_config(groups=1)
+    first.kv_cache_groups.append(KVCacheGroupSpec([], both.kv_cache_groups[1].kv_cache_spec))
+    rig = make_rig(world_size=2, caches=both, stages=[first, both])
+    assert [shake.shard_bytes[1] > LAYER_BYTES for shake in rig.handshakes] == [False, True]
+    full, sliding = contents_of(rig, [1, 2]), contents_of(rig, [5, 6], group=1)
+    rig.store("in both", [1, 2])
+    assert rig.was_done(rig.store("in one", [5, 6], group=1)) == [True, True]
+    check_loaded(rig, "in both", [7, 8], full)
+    check_loaded(rig, "in one", [9, NUM_BLOCKS - 1], sliding, group=1)
 
 
 def test_a_replicated_layout_is_stored_once_and_loaded_by_every_rank(make_rig: MakeRig) -> None:

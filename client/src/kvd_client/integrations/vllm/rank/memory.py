@@ -17,7 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 
 from kvd_client.worker import DeviceSpan, Fragment, GroupLayout, SharedMemory
 from kvd_client.worker.cuda_stream import stream_end
@@ -100,6 +104,28 @@ class SharedAllocation(TorchFunctionMode):
         """What was made and is still in use."""
         self._made = [buffer for buffer in self._made if buffer.lives()]
         return list(self._made)
+
+
+def with_stand_ins(
+    caches: CanonicalKVCaches, num_blocks: int, device: torch.device
+) -> tuple[CanonicalKVCaches, list[SharedBuffer]]:
+    """The account with a word a block for each group of which this rank has no layer.
+
+    A pipeline stage may lack a group's layers, and a shard of no bytes is none to the daemon. Also
+    returns the shared memory of these words, which lives as long as the account.
+    """
+    if all(caches.group_data_refs):
+        return caches, []
+    buffers = []
+    if device.type == "cpu":
+        words, buffer = shared_tensor(num_blocks * ALIGNMENT)
+        buffers.append(buffer)
+    else:
+        words = torch.zeros(num_blocks * ALIGNMENT, dtype=torch.int8, device=device)
+    stand_in = CanonicalKVCacheTensor(words.view(num_blocks, ALIGNMENT), ALIGNMENT)
+    reference = CanonicalKVCacheRef(len(caches.tensors), ALIGNMENT)
+    groups = [refs or [reference] for refs in caches.group_data_refs]
+    return CanonicalKVCaches([*caches.tensors, stand_in], groups), buffers
 
 
 class BlockRows(NamedTuple):

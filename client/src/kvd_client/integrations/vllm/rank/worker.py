@@ -41,6 +41,7 @@ from kvd_client.integrations.vllm.rank.memory import (
     compute_end,
     device_spans,
     rank_kv,
+    with_stand_ins,
 )
 from kvd_client.scheduler import JobReport
 from kvd_client.worker import CudaMemoryRefused, DeviceSpan, Worker
@@ -128,6 +129,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         )
         self._allocation: SharedAllocation | None = None
         self._caches: CanonicalKVCaches | None = None
+        self._stand_ins: list[SharedBuffer] = []
         self._device = torch.device("cpu")
         self._kv = RankKv((), ())
         self._is_registered = False
@@ -162,7 +164,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         super().register_kv_caches(kv_caches)
 
     def _init_worker(self, kv_caches: CanonicalKVCaches) -> None:
-        self._caches = kv_caches
+        num_blocks = self.kv_cache_config.num_blocks
+        self._caches, self._stand_ins = with_stand_ins(kv_caches, num_blocks, self._device)
         self.restore_kv_caches()
 
     def restore_kv_caches(self) -> None:
@@ -173,7 +176,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         if self._device.type != "cpu":
             buffers = device_spans(self._caches)
         elif self._allocation is not None:
-            buffers = self._allocation.buffers()
+            buffers = [*self._allocation.buffers(), *self._stand_ins]
         self._kv = rank_kv(self._caches, buffers, self.spec.blocks_per_chunk)
         try:
             self._worker.register(self._kv.regions, self._kv.groups)
@@ -309,6 +312,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._worker.close()
         self._is_registered = False
         self._caches = None
+        self._stand_ins = []
         self._launched = self._unfinalized = None
         self._jobs.clear()
         self._owners.clear()
