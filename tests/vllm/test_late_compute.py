@@ -7,8 +7,7 @@ a rank waits for the end of what was launched.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,35 +16,8 @@ import torch
 from kvd_client.integrations.vllm.rank import worker as rank_side
 from tests.daemon_process import DaemonProcess
 from tests.vllm.conftest import StartRig
+from tests.vllm.late_device import LateDevice
 from tests.vllm.rank_rig import PATIENCE_S, RankRig
-
-
-class LateDevice:
-    """Runs what was launched, in order, and nothing before `let_run`."""
-
-    def __init__(self) -> None:
-        self._launched: deque[Callable[[], None]] = deque()
-        self._may_run = threading.Event()
-        self._lock = threading.Lock()
-
-    def launch(self, kernel: Callable[[], None]) -> None:
-        self._launched.append(kernel)
-
-    def let_run(self) -> None:
-        self._may_run.set()
-
-    def end(self, _device: torch.device) -> Callable[[], None]:
-        """What waits for all that was launched by now."""
-        mark = threading.Event()
-        self.launch(mark.set)
-
-        def wait() -> None:
-            assert self._may_run.wait(PATIENCE_S)
-            with self._lock:
-                while not mark.is_set():
-                    self._launched.popleft()()
-
-        return wait
 
 
 @pytest.fixture
