@@ -48,9 +48,9 @@ def connector(rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvdConn
     """The worker's connector, as vLLM's runners find it, over the rig's rank."""
     (rank,) = rig.ranks
     made = KvdConnector.__new__(KvdConnector)
-    made.connector_worker = made._kvd_worker = rank.worker
-    made.connector_scheduler = made._kvd_scheduler = None
-    made._connector_metadata = None
+    sides = {"connector_worker": rank.worker, "connector_scheduler": None}
+    ours = {"_kvd_worker": rank.worker, "_kvd_scheduler": None}
+    made.__dict__.update(sides | ours, _connector_metadata=None)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     with override_forward_context(SimpleNamespace()):
         yield made
@@ -152,15 +152,15 @@ def test_a_store_begins_once_its_own_forward_has_run(
     content = torch.full_like(rank.block(0, 3), 33)
     job = rig.draft("late store", [3])
     rig.send(stores=[job])
-    told = run_step(
+    first = run_step(
         rig.metadata(stores=[job]), lambda: device.launch(lambda: rank.put(0, 3, content))
     )
-    assert told.kv_connector_worker_meta is None
+    assert first.kv_connector_worker_meta is None
     device.let_run()
-    while told.kv_connector_worker_meta is None:
-        told = run_step(rig.metadata(), None)
-    assert told.kv_connector_worker_meta.completed_jobs == {vllm_job(job.job_id): 1}
-    assert told.kv_connector_worker_meta.failed_jobs == set()
+    while (told := run_step(rig.metadata(), None).kv_connector_worker_meta) is None:
+        time.sleep(0.001)
+    assert told.completed_jobs == {vllm_job(job.job_id): 1}
+    assert told.failed_jobs == set()
     again = rig.draft("late store", [10])
     rig.send(loads=[again])
     run_step(rig.metadata(loads=[again]), None)

@@ -187,6 +187,10 @@ class KvdManager(OffloadingManager):
         request.stores_end = False
         request.next_store = [0] * len(self.groups)
 
+    def end_stores(self, req_context: ReqContext) -> None:
+        """Nothing of the request is stored from now on, unless it begins anew."""
+        self.tracked(req_context).request.stores_end = True
+
     def end_lookup(self, req_context: ReqContext, hit_tokens: int | None) -> bool:
         """VLLM has decided; None: it puts the request off. False: it must be put off after all."""
         tracked = self.tracked(req_context)

@@ -29,7 +29,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
-    LoadStoreSpec,
     OffloadingSpec,
     OffloadKey,
     ReqContext,
@@ -62,8 +61,9 @@ from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.scheduling.one_group import OneGroupScheduler
 from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
+from kvd_client.integrations.vllm.scheduling.sessions import SpeculatedSessions
 from kvd_client.integrations.vllm.scheduling.steps import StepJobs
-from kvd_client.integrations.vllm.scheduling.stores import KEYS_PER_STEP, BlocksSpec
+from kvd_client.integrations.vllm.scheduling.stores import KEYS_PER_STEP, blocks_of
 from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.request import Knowledge
@@ -95,6 +95,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self._ended_before: dict[str, str] = {}  # by its name now: the id that another one has
         self._names_given = itertools.count(1)
         self._named_inputs = NamedInputs()
+        self._sessions = SpeculatedSessions(vllm_config)
         self._prompt_times = PromptTimes(time.monotonic)
         # Dense, as kvd wants them, and in the order in which a step names them.
         self._job_ids = itertools.count(1)
@@ -260,6 +261,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
     def request_finished(self, request: Request, *tables: Any) -> Any:
         self._prompt_times.ended(request, self.manager.pace)
         self._next_look.pop(request.request_id, None)
+        self._sessions.ended(request.request_id)
         for _, status, keys in self._left:
             if status.req is request:
                 self._rewind(status, keys)
@@ -269,6 +271,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
+        for status in self._sessions.gone_wrong(scheduler_output, self._req_status):
+            self.manager.end_stores(status.req_context)
         made = super().build_connector_meta(
             self._with_renamed(self._without_reloaded(scheduler_output))
         )
@@ -590,9 +594,3 @@ class KvdConnectorScheduler(OneGroupScheduler):
             state = status.group_states[group]
             block = self.manager.block_of(key, status.req_context)
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, block)
-
-
-def blocks_of(spec: LoadStoreSpec) -> BlocksSpec:
-    """The daemon's side of a job, as the manager made it."""
-    assert isinstance(spec, BlocksSpec)
-    return spec

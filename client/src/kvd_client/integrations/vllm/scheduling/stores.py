@@ -42,6 +42,12 @@ class BlocksSpec(LoadStoreSpec):
     parts: list[tuple[int, list[bytes]]]
 
 
+def blocks_of(spec: LoadStoreSpec) -> BlocksSpec:
+    """The daemon's side of a job, as the manager made it."""
+    assert isinstance(spec, BlocksSpec)
+    return spec
+
+
 class OfferedBlocks(NamedTuple):
     """What vLLM offers of one request."""
 
