@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvd.core.keys import U64
 from kvd.core.policy import POLICY_NAMES
-from kvd.tiers.disk import disk as disk_module
 from kvd.tiers.disk import rows as rows_module
+from kvd.tiers.disk import stamps as stamps_module
 from kvd.tiers.disk.disk import USE_NOTED_S
 from kvd.tiers.disk.rows import RowWriter
 from kvd.tiers.disk.size_class import DiskSizeClass, PlaceState
 from kvd.tiers.disk.store import DiskStore
-from tests.tiers.contract import ONE, ROOM_BLOCKS, has, keep, soon
+from tests.tiers.contract import (
+    BLOCK_BYTES,
+    ONE,
+    ROOM_BLOCKS,
+    content,
+    has,
+    keep,
+    key,
+    soon,
+    source,
+    write,
+)
 from tests.tiers.test_disk_contract import REGION_BYTES, options_of
 
-REGIONS = ROOM_BLOCKS * 65536 // REGION_BYTES
+REGIONS = ROOM_BLOCKS * BLOCK_BYTES // REGION_BYTES
+YEAR_S = 365 * 24 * 3600
 
 
 class Clock:
-    """Seconds, as the disk stamps them."""
+    """Seconds, as the disk stamps them; the system's clock is `set_s` ahead of where it began."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1_000 * USE_NOTED_S
-        monkeypatch.setattr(disk_module, "_now", lambda: self.now)
+        self.now, self.set_s = 1_000 * USE_NOTED_S, 0
+        clocks = SimpleNamespace(time=lambda: self.now + self.set_s, monotonic=lambda: self.now)
+        monkeypatch.setattr(stamps_module, "time", clocks)
 
 
 @pytest.fixture
@@ -67,6 +82,65 @@ def test_what_was_used_before_a_restart_does_not_leave_first(
     assert there(store, *range(8)) == list(range(8))
     assert there(store, *range(8, 16)) == []
     store.close()
+
+
+@pytest.mark.parametrize("set_s", [3600, 10 * YEAR_S])
+def test_a_clock_that_is_put_back_makes_nothing_the_last_used_one(
+    tmp_path: Path, clock: Clock, set_s: int
+) -> None:
+    clock.set_s = set_s
+    store = opened(tmp_path / "a")
+    keep(store, range(8))
+    clock.set_s = 0
+    clock.now += 1
+    keep(store, range(8, 16))
+    store.close()
+    store = opened(tmp_path / "a")
+    clock.now += 1
+    keep(store, range(16, ROOM_BLOCKS))
+    store.close()
+    store = opened(tmp_path / "a")
+    keep(store, range(100, 108))
+    assert there(store, *range(8)) == []
+    assert there(store, *range(8, 16)) == list(range(8, 16))
+    store.close()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_blocks_of_another_size_have_the_room_of_those_before_a_clock_was_put_back(
+    tmp_path: Path, clock: Clock, is_restarted: bool
+) -> None:
+    clock.set_s = 10 * YEAR_S
+    store = opened(tmp_path / "a")
+    keep(store, range(ROOM_BLOCKS))
+    clock.set_s = 0
+    if is_restarted:
+        store.close()
+        store = opened(tmp_path / "a")
+    clock.now += 1
+    keep_larger(store, range(100, 100 + ROOM_BLOCKS))
+    assert store.usage().blocks == ROOM_BLOCKS // 2
+    assert there(store, *range(ROOM_BLOCKS)) == []
+    store.close()
+
+
+@pytest.mark.parametrize("set_s", [1 << 33, -10000 * USE_NOTED_S])
+def test_a_clock_in_a_year_that_no_stamp_has_costs_no_block(
+    tmp_path: Path, clock: Clock, set_s: int
+) -> None:
+    clock.set_s = set_s
+    store = opened(tmp_path / "a")
+    keep(store, range(8))
+    store.close()
+    store = opened(tmp_path / "a")
+    assert there(store, *range(8)) == list(range(8))
+    store.close()
+
+
+def keep_larger(store: DiskStore, numbers: Sequence[int]) -> None:
+    """One after the other, of twice the size."""
+    for number in numbers:
+        write(store, source(key(number), content(number, 2 * BLOCK_BYTES)))
 
 
 def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -17,7 +17,7 @@ import numpy as np
 from kvd.core.keys import U32, U64, Slots
 from kvd.tiers.disk import warm
 from kvd.tiers.disk.files import DiskFiles, rounded_up
-from kvd.tiers.disk.index_file import ROW_WORDS, IndexFile, check_of
+from kvd.tiers.disk.index_file import ROW_WORDS, STAMP, IndexFile, check_of
 from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds
 from kvd.tiers.disk.options import ALIGN, DiskOptions
 from kvd.tiers.disk.owner import owned
@@ -25,6 +25,7 @@ from kvd.tiers.disk.rows import RowWriter
 from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
 from kvd.tiers.disk.slab import HEADER_BYTES, Slab
 from kvd.tiers.disk.space import DiskSpace
+from kvd.tiers.disk.stamps import UseClock
 from kvd.tiers.disk.transfers import BlockMove, Transfers
 from kvd.tiers.disk.wiping import steps_of
 from kvd.tiers.sealing import lengths_of
@@ -113,6 +114,7 @@ class Disk:
         self._rows = RowWriter(self._index, self._tell_rows)
         self._rows.remove([int(place) for place in wrong[:, 3]])
         self._kinds = Kinds(kinds, self._rows, self._give_up)
+        self._clock = UseClock(int(known.rows[:, STAMP].max(initial=0)))
         self._transfers = Transfers(self.slab, self._threads)
 
     # -- lookups ----------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class Disk:
         places = places[~double]
         seals = np.array([piece.seal for piece in pieces], dtype=np.uint64)
         size_class.seals[places] = seals[keep][~double]
-        size_class.stamps[places] = _now()
+        size_class.stamps[places] = self._clock.now()
         size_class.keep(places)
         self._rows.put(self._rows_of(size_class, places))
 
@@ -427,7 +429,7 @@ class Disk:
 
     def _use(self, size_class: DiskSizeClass, places: Slots) -> None:
         """These blocks were used. A start finds that noted, but for the last USE_NOTED_S."""
-        now = _now()
+        now = self._clock.now()
         kept = np.unique(places[size_class.states[places] == PlaceState.READY])
         due = kept[size_class.stamps[kept] // USE_NOTED_S != now // USE_NOTED_S]
         size_class.used(places, now)
@@ -568,7 +570,3 @@ def _wait(moves: Sequence[Future[None]]) -> None:
     for error in raised:
         if error is not None:
             raise error
-
-
-def _now() -> int:
-    return int(time.time())
