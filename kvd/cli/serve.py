@@ -40,6 +40,7 @@ from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.state import MAX_NAMESPACES
+from kvd.core.upkeep.statistics import first_tenants, largest_tenants
 from kvd.linux import signals
 from kvd.linux.calls import ask_for_short_slices, share_one_heap
 from kvd.linux.own_directory import NotTrustedError
@@ -190,7 +191,8 @@ class Daemon:
         driver.recover()
         for rule in config.tenants:
             driver.call(ev.QuotaSet(driver.long_work.next_token(), rule.tenant, rule.quota_bytes))
-        self.metrics.watch(partial(machine.statistics, by_namespace=False))
+        shown = first_tenants(metrics.MAX_TENANTS_SHOWN)
+        self.metrics.watch(partial(machine.statistics, by_namespace=False, which_tenants=shown))
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
         recovered = machine.statistics().counters.recovered
@@ -377,8 +379,9 @@ class Daemon:
         return pages
 
     def _sources(self, control: ControlServer) -> status_page.Sources:
+        shown = largest_tenants(status_page.MAX_ROWS_SHOWN)
         return status_page.Sources(
-            partial(control.driver.machine.statistics, by_namespace=False),
+            partial(control.driver.machine.statistics, by_namespace=False, which_tenants=shown),
             control.common.told_lookups.by_tenant,
             control.driver.fleet.attached.values,
             lambda: self._ready_page()[2].decode().strip(),

@@ -43,7 +43,14 @@ from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
 from kvd.core.tiers import promotion, residence, search, service, writing
 from kvd.core.upkeep import chores, clear, misses, operator, recovery, session
-from kvd.core.upkeep.statistics import Statistics, gather
+from kvd.core.upkeep.statistics import (
+    Statistics,
+    TenantFigures,
+    WhichTenants,
+    all_tenants,
+    figures_of,
+    gather,
+)
 
 # Looked at in one go for a snapshot: each may be of another account.
 RESIDENT_SLOTS = 256
@@ -229,9 +236,16 @@ class Machine:
         """Where the block that the request missed lies now, in its namespace or in these."""
         return misses.elsewhere(self.state, request, family)
 
-    def statistics(self, *, by_namespace: bool = True) -> Statistics:
-        """All figures as they are now; those of each namespace where they are asked for."""
-        return gather(self.state, by_namespace=by_namespace)
+    def statistics(
+        self, *, by_namespace: bool = True, which_tenants: WhichTenants = all_tenants
+    ) -> Statistics:
+        """All figures as they are now; of namespaces and tenants those that are asked for."""
+        return gather(self.state, by_namespace=by_namespace, which_tenants=which_tenants)
+
+    def tenants(self) -> Iterator[TenantFigures]:
+        """The figures of every tenant, each as it is when it is taken."""
+        for name in list(self.state.tenants):
+            yield figures_of(self.state.tenants[name])
 
 
 def _job_of(state: State, event: ev.Event) -> JobName | None:

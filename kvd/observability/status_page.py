@@ -77,7 +77,7 @@ HEADERS = {PAGE: (("Content-Security-Policy", _policy()), *_OF_BOTH), FIGURES: _
 class Sources:
     """Where the figures come from."""
 
-    statistics: Callable[[], Statistics]
+    statistics: Callable[[], Statistics]  # with the MAX_ROWS_SHOWN largest tenants at least
     lookups: Callable[[], Iterable[ToldOf]]  # of each tenant: what of them falls is no counter
     ranks: Callable[[], Iterable[AttachedMover]]
     state: Callable[[], str]
@@ -172,7 +172,7 @@ class StatusPage:
                 if getattr(counters, field)
             ],
             "tenants": _tenants(now, told),
-            "tenants_left": max(0, len(now.tenants) - MAX_ROWS_SHOWN),
+            "tenants_left": max(0, now.tenants_known - MAX_ROWS_SHOWN),
             "tiers": [_tier(tier) for tier in now.tiers],
             "ranks": [_rank(each) for each in islice(ranks, MAX_ROWS_SHOWN)],
             "ranks_left": max(0, len(ranks) - MAX_ROWS_SHOWN),

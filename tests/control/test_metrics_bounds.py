@@ -39,8 +39,8 @@ def test_tenants_beyond_the_bound_are_left_out(more: int) -> None:
     )
     none = Occupancy(0, 0, 0, 0, 0)
     figures = Statistics(
-        none, none, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, False, tenants, 0, (), (), (), Counters(), None,
-        (0,) * 9, 0.0, (0.0,) * 3, {},
+        none, none, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, False, len(tenants), tenants, 0, (), (), (),
+        Counters(), None, (0,) * 9, 0.0, (0.0,) * 3, {},
     )  # fmt: skip
     metrics = Metrics("1")
     metrics.watch(lambda: figures)

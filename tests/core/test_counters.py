@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvd.core import events as ev
-from kvd.core.keys import SessionId
+from kvd.core.keys import SessionId, TenantId
+from kvd.core.upkeep.statistics import first_tenants, largest_tenants, no_tenants
 from tests.core.bench import BLOCK, EXTENT, SECOND, Bench, context, keys, small
 
 FAILED = ev.TransferOutcome.FAILED
@@ -131,3 +132,33 @@ def test_figures_of_namespaces_are_left_out_where_nobody_asks_for_them() -> None
     whole = bench.machine.statistics()
     assert len(whole.namespaces) == whole.namespaces_known == 1
     assert bench.machine.statistics(by_namespace=False) == replace(whole, namespaces=())
+
+
+def test_figures_of_tenants_are_those_that_are_asked_for() -> None:
+    bench = small()
+    bench.open()
+    bench.store([1, 2])
+    for number in range(8):
+        bench.feed(ev.QuotaSet(number, TenantId(f"t{number}"), 1 << 20))
+    whole = bench.machine.statistics()
+    tenants = whole.tenants
+    assert len(tenants) == whole.tenants_known == 9
+    assert tuple(bench.machine.tenants()) == tenants
+    for which, shown in (
+        (no_tenants, ()),
+        (first_tenants(3), tenants[:3]),
+        (largest_tenants(3), tenants[:3]),
+        (first_tenants(20), tenants),
+    ):
+        some = bench.machine.statistics(which_tenants=which)
+        assert some == replace(whole, tenants=shown)
+
+
+def test_tenants_that_use_most_come_first() -> None:
+    bench = small()
+    bench.feed(ev.QuotaSet(1, TenantId("idle"), 1 << 20))
+    bench.open()
+    bench.store([1, 2])
+    (largest,) = bench.machine.statistics(which_tenants=largest_tenants(1)).tenants
+    assert largest.used_bytes > 0
+    assert largest.tenant != "idle"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TypeVar
 
 import kvd
@@ -22,6 +23,7 @@ from kvd.core.upkeep.statistics import (
     SessionFigures,
     Statistics,
     TenantFigures,
+    no_tenants,
 )
 from kvd.mover.facts import MoverFacts
 from kvd.pool.pool import Pool
@@ -68,7 +70,7 @@ class StatusReport:
         self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, common: SessionContext
     ) -> None:
         self._driver = driver
-        self._recent = RecentFigures(driver.machine.statistics)
+        self._recent = RecentFigures(partial(driver.machine.statistics, which_tenants=no_tenants))
         self._engines = engines
         self._namespaces = namespaces
         self._sessions = common.sessions
@@ -131,7 +133,9 @@ class StatusReport:
             blocks_not_leased=now.counters.retries,
             curve=_curve(now) if tenants.user_operates(peer.uid) else None,
         )
-        status.tenants.extend(await self._tenants(peer, tenants, now.tenants, pace))
+        status.tenants.extend(
+            await self._tenants(peer, tenants, self._driver.machine.tenants(), pace)
+        )
         sessions.sort(key=lambda s: s.session)
         page_of_sessions, status.more_sessions = await _page(
             sessions, self._session, pace, SESSION_UNITS
@@ -144,7 +148,7 @@ class StatusReport:
         return status
 
     async def _tenants(
-        self, peer: Peer, tenants: TenantPolicy, figures: Sequence[TenantFigures], pace: Pace
+        self, peer: Peer, tenants: TenantPolicy, figures: Iterable[TenantFigures], pace: Pace
     ) -> list[pb.TenantStatus]:
         told = []
         for each in figures:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.model.reuse import ReuseCurve
-from kvd.core.model.size_class import Tally
+from kvd.core.model.size_class import Tally, Tenant
 from kvd.core.model.state import Counters, State
 from kvd.core.model.tiers import CopyKind, TierCounters
 from kvd.core.policy import AutoPolicy
@@ -88,7 +93,8 @@ class Statistics:
     handed_off_blocks: int  # that hand-offs hold now; each counts once
     followed_keys: int
     draining: bool
-    tenants: tuple[TenantFigures, ...]
+    tenants_known: int
+    tenants: tuple[TenantFigures, ...]  # those that were asked for
     namespaces_known: int
     namespaces: tuple[NamespaceFigures, ...]  # none where they were not asked for
     sessions: tuple[SessionFigures, ...]
@@ -101,8 +107,33 @@ class Statistics:
     policies: dict[str, int]  # size classes that evict by each, where auto chooses
 
 
-def gather(state: State, *, by_namespace: bool = True) -> Statistics:
-    """A snapshot; shares nothing with the state. Half of it is for namespaces, where many are."""
+WhichTenants = Callable[[Iterable[Tenant]], Iterable[Tenant]]
+
+
+def all_tenants(tenants: Iterable[Tenant]) -> Iterable[Tenant]:
+    """For `gather`: the figures of every tenant, some milliseconds where there are thousands."""
+    return tenants
+
+
+def no_tenants(_tenants: Iterable[Tenant]) -> Iterable[Tenant]:
+    """For `gather`: the figures of none."""
+    return ()
+
+
+def first_tenants(count: int) -> WhichTenants:
+    """For `gather`: so many, those first that were known first."""
+    return lambda tenants: islice(tenants, count)
+
+
+def largest_tenants(count: int) -> WhichTenants:
+    """For `gather`: so many, those first that use most."""
+    return partial(heapq.nlargest, count, key=attrgetter("used_bytes"))
+
+
+def gather(
+    state: State, *, by_namespace: bool = True, which_tenants: WhichTenants = all_tenants
+) -> Statistics:
+    """A snapshot; shares nothing with the state. Most of it is for namespaces and tenants."""
     sessions = tuple(
         SessionFigures(s.session, s.namespace, len(s.jobs), len(s.leases), s.usable())
         for s in state.sessions.values()
@@ -123,7 +154,8 @@ def gather(state: State, *, by_namespace: bool = True) -> Statistics:
             len(wait.offer.slots) for s in state.sessions.values() for wait in s.waits
         ),
         draining=state.draining,
-        tenants=_tenants(state),
+        tenants_known=len(state.tenants),
+        tenants=tuple(map(figures_of, which_tenants(state.tenants.values()))),
         namespaces_known=len(state.namespaces),
         namespaces=_namespaces(state) if by_namespace else (),
         sessions=sessions,
@@ -145,17 +177,15 @@ def gather(state: State, *, by_namespace: bool = True) -> Statistics:
     )
 
 
-def _tenants(state: State) -> tuple[TenantFigures, ...]:
-    return tuple(
-        TenantFigures(
-            t.tenant,
-            t.used_bytes,
-            t.quota_bytes,
-            t.leased_bytes,
-            t.tally.reserved_bytes,
-            t.tally.evictable_bytes,
-        )
-        for t in state.tenants.values()
+def figures_of(tenant: Tenant) -> TenantFigures:
+    """Of one tenant."""
+    return TenantFigures(
+        tenant.tenant,
+        tenant.used_bytes,
+        tenant.quota_bytes,
+        tenant.leased_bytes,
+        tenant.tally.reserved_bytes,
+        tenant.tally.evictable_bytes,
     )
 
 
