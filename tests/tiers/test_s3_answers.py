@@ -14,7 +14,9 @@ pytest.importorskip("obstore", reason="obstore is not here")
 
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.options import S3Options
+from kvd.tiers.s3.store import S3Store
 from kvd.tiers.store import OptionValue, TierError, TierReason
+from tests.tiers.contract import ONE, key, soon
 from tests.tiers.valkey_rig import free_ports
 
 NAME = "kvd/ab403cd507/401"
@@ -39,6 +41,28 @@ class Handler(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
+class Page(Handler):
+    """A page for people stands before the bucket: whatever is asked, it is the answer."""
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        page = b"<html><head><title>Soon back</title></head><body><p>Soon</p></body></html>"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(page)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):
+            return self._answer
+        raise AttributeError(name)
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+
 @pytest.fixture
 def answering() -> Iterator[Answering]:
     with Answering(("127.0.0.1", 0), Handler) as server:
@@ -49,17 +73,20 @@ def answering() -> Iterator[Answering]:
         thread.join()
 
 
-def bucket(port: int, place: Path) -> Bucket:
+def options_of(port: int, place: Path) -> dict[str, OptionValue]:
     key = place / "key"
     key.write_text("none")
-    options: dict[str, OptionValue] = {
+    return {
         "bucket": "blocks",
         "endpoint": f"http://127.0.0.1:{port}",
         "allow_http": True,
         "access_key_file": str(key),
         "secret_key_file": str(key),
     }
-    return Bucket(S3Options.of(options))
+
+
+def bucket(port: int, place: Path) -> Bucket:
+    return Bucket(S3Options.of(options_of(port, place)))
 
 
 def reason(of: Bucket) -> TierReason:
@@ -135,3 +162,17 @@ def test_a_bucket_that_refuses_some_is_not_told_of_each_time(
         answering.status = 200
         assert of.has(NAME)
     assert caplog.text.count("refuses us") == 1
+
+
+@pytest.mark.parametrize("of", [ONE, ONE[:8], b""], ids=["a scope", "a namespace", "all"])
+def test_nothing_is_cleared_where_a_page_for_people_answers_for_the_bucket(
+    answering: Answering, tmp_path: Path, of: bytes
+) -> None:
+    """To the client such a page lists nothing, and a clear would be over before it began."""
+    answering.RequestHandlerClass = Page
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    with pytest.raises(TierError, match="is no bucket"):
+        store.delete_scopes([of], soon())
+    with pytest.raises(TierError):
+        store.delete([key(1)], soon())
+    store.close()

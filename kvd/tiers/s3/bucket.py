@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import logging
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -162,6 +163,15 @@ class Bucket:
             for some in obstore.list(self._objects, below, chunk_size=at_once):
                 yield [each["path"] for each in some]
 
+    def require_bucket(self) -> None:
+        """TierError where what answers is none. Asked before it counts that it lists nothing.
+
+        A page for people that stands before a bucket, as while that is mended, is an empty list to
+        the client. It is any object, too: also the one of this name, which nobody has written.
+        """
+        if self.has(f"{self._options.prefix}/{secrets.token_hex(16)}"):
+            raise TierError("what answers for it is no bucket", TierReason.IO_ERROR)
+
     def remove(self, names: list[str]) -> None:
         """Remove them, where they are there."""
         for begin in range(0, len(names), REMOVED_AT_ONCE):
@@ -205,9 +215,9 @@ class Bucket:
     def _renew(self) -> None:
         """Take what the files with credentials and authorities hold by now."""
         try:
-            secrets = self._read_files()
-            if secrets != self._secrets:
-                self._secrets = secrets
+            found = self._read_files()
+            if found != self._secrets:
+                self._secrets = found
                 self._objects = self._open()
                 log.info(
                     "the bucket %s is asked with what its files hold now", self._options.bucket

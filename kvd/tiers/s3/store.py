@@ -94,6 +94,7 @@ class S3Store:
             above.setdefault(self._bucket.below_scopes(scope), []).append(scope)
         sweeps = [partial(self._sweep, below, some, deadline) for below, some in above.items()]
         self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline))
+        self._raise_first(self._each([self._bucket.require_bucket], lambda ask: ask(), deadline))
 
     def usage(self) -> TierUsage:
         notes = [f"the bucket {self._bucket.problem}"]
