@@ -168,6 +168,13 @@ def test_one_request_s_hand_offs_are_one_with_the_later_deadline(bench: Bench) -
     assert figures(bench).hand_offs == 0
 
 
+def test_a_block_that_is_named_again_and_again_is_one_that_is_not_there(bench: Bench) -> None:
+    bench.stored(range(2))
+    hand_off(bench, [0, 0, 1, 2, 2, 3, 2])
+    assert figures(bench).counters.handed_off == 2
+    assert figures(bench).counters.hand_off_unheld == 2
+
+
 def test_beyond_their_part_of_the_cap_the_rest_is_not_held_and_counted(bench: Bench) -> None:
     bench.stored(range(16))
     hand_off(bench, range(10))

@@ -61,7 +61,8 @@ def hand_off(turn: Turn, event: HandOffRequested) -> tuple[SizeClass, Slots]:
     fresh = there[[slot not in held for slot in there.tolist()]] if held else there
     taken = fresh[: _room(state, found, owner, fresh)]
     state.counters.handed_off += len(taken)
-    state.counters.hand_off_unheld += len(event.keys) - len(there) + len(fresh) - len(taken)
+    missing = {row.tobytes() for row in event.keys.words[slots == NOWHERE]}
+    state.counters.hand_off_unheld += len(missing) + len(fresh) - len(taken)
     if len(taken) and found is None:
         found = _open(state, session, event)
     if found is not None:
