@@ -120,10 +120,9 @@ class Reloader:
         new = {rule.tenant: rule.quota_bytes for rule in config.tenants}
         pace = Pace(control.driver.turns, "reload")
         for tenant in old | new:
-            quota = new.get(tenant, 0)
-            if quota != old.get(tenant, 0):
+            quota, named = new.get(tenant, 0), tenant in new
+            if quota != old.get(tenant, 0) or named != (tenant in old):
                 await pace.spend(QUOTA_UNITS)
-                control.driver.call(
-                    ev.QuotaSet(control.driver.long_work.next_token(), tenant, quota)
-                )
+                token = control.driver.long_work.next_token()
+                control.driver.call(ev.QuotaSet(token, tenant, quota, named))
                 audit.note("reload", None, tenant=tenant, quota_bytes=quota)

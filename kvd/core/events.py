@@ -446,6 +446,7 @@ class QuotaSet:
     token: int
     tenant: TenantId
     quota_bytes: int
+    named: bool = True  # by a rule; else it is forgotten once it has no namespace
 
 
 @dataclass(frozen=True, slots=True)

@@ -412,6 +412,14 @@ def test_a_reload_that_comes_during_another_is_done_after_it(running: Configured
     wait_until(lambda: quotas(running) == {"acme": 29 << 20})
 
 
+def test_tenants_that_a_reload_takes_out_are_shown_no_longer(running: Configured) -> None:
+    """Else they stand in the place of those that come, where there is room for so many."""
+    for number in range(3):
+        table = f"[tenants.day-{number}]\ngids = [{os.getgid()}]\n"
+        running.reload(table + f'[tenants.night-{number}]\nuids = [1]\nquota = "1MiB"\n')
+    wait_until(lambda: quotas(running) == {"day-2": 0, "night-2": 1 << 20})
+
+
 def test_settings_that_may_change_are_settings() -> None:
     assert set(CHANGEABLE) <= {setting.name for setting in SETTINGS} | {"tenants"}
 

@@ -102,6 +102,7 @@ def add_namespace(turn: Turn, number: NamespaceId, spec: NamespaceSpec, payer: s
     """Make a namespace whose spec was checked."""
     state = turn.state
     tenant = state.tenant(spec.tenant)
+    tenant.namespaces += 1
     tally = Tally()
     tallies = (state.tally, tenant.tally, tally)
     groups = range(len(spec.groups))

@@ -82,6 +82,8 @@ class Backlog:
     transfers: deque[CalledOff] = field(default_factory=deque)
     clears: dict[NamespaceId, Clear] = field(default_factory=dict)
     shrinks: dict[TenantId, Shrink] = field(default_factory=dict)
+    # Tenants that no rule names any more; ticks look whether they can be forgotten.
+    unnamed: dict[TenantId, None] = field(default_factory=dict)
     forgotten: deque[dict[RequestId, Prefix]] = field(default_factory=deque)  # nobody's any more
     has_expired: bool = False  # leases that have not ended yet
     has_late: bool = False  # perhaps: transfers past a deadline that nothing was done about

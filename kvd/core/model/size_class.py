@@ -154,6 +154,7 @@ class Tenant:
     tenant: TenantId
     quota_bytes: int = 0  # 0 = no quota
     used_bytes: int = 0
+    namespaces: int = 0
     leased_bytes: int = 0  # of distinct blocks, under leases or handed off
     leased_claims: int = 0  # blocks under leases, one counted again for each that holds it
     remembered: Remembered = field(default_factory=Remembered)  # of its sessions' requests

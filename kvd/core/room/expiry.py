@@ -271,6 +271,7 @@ def forget(turn: Turn, namespace: Namespace) -> None:
     state.expiring.ending.pop(number, None)
     del state.by_fingerprint[namespace.spec.fingerprint]
     del state.namespaces[number]
+    namespace.tenant.namespaces -= 1
     state.namespaces_of[namespace.payer] -= 1
     if not state.namespaces_of[namespace.payer]:
         del state.namespaces_of[namespace.payer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import islice
 
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import advice, hand_off, lease
@@ -17,6 +18,7 @@ from kvd.core.tiers import promotion, search, writing
 from kvd.core.upkeep import deadlines, recency, session
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
+TENANTS_A_TICK = 256  # that no rule names any more, looked at whether they can be forgotten
 
 
 def quota_set(turn: Turn, event: QuotaSet) -> None:
@@ -28,6 +30,10 @@ def quota_set(turn: Turn, event: QuotaSet) -> None:
         raise InvalidArgument("a quota can't be negative", "quota_bytes")
     tenant = state.tenant(event.tenant)
     tenant.quota_bytes = event.quota_bytes
+    if event.named:
+        state.backlog.unnamed.pop(event.tenant, None)
+    else:
+        state.backlog.unnamed[event.tenant] = None
     shrink = state.backlog.shrinks.setdefault(event.tenant, Shrink())
     shrink.answers.append((event.token, shrink.evicted))
     shrink.room_bytes = 0  # a store that still wants it asks again
@@ -55,6 +61,7 @@ def timer_ticked(turn: Turn) -> None:
     for tenant in state.tenants.values():
         if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
             state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
+    _forget_unnamed(state)
     in_use = _next_in_use(state)
     grant_spare(turn, in_use)
     if state.below.tiers:
@@ -66,6 +73,18 @@ def timer_ticked(turn: Turn) -> None:
             writing.write_ahead(turn, owner)
     recency.write_down(turn)
     state.gone.count()
+
+
+def _forget_unnamed(state: State) -> None:
+    """Tenants that no rule names any more are unknown again, once nothing is theirs."""
+    for name in list(islice(state.backlog.unnamed, TENANTS_A_TICK)):
+        tenant = state.tenants[name]
+        del state.backlog.unnamed[name]
+        is_left = tenant.namespaces or tenant.used_bytes or tenant.tally.capacity
+        if is_left or name in state.backlog.shrinks:
+            state.backlog.unnamed[name] = None  # to the end
+        else:
+            del state.tenants[name]
 
 
 def _next_in_use(state: State) -> list[SizeClass]:
