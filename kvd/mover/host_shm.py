@@ -142,9 +142,14 @@ class HostSharedMemory:
         self._extents: dict[int, Mapping] = {}
         self._files: dict[tuple[int, int], _Memory] = {}
         self._regions: list[tuple[_Memory, Region]] = []
-        for number, region in enumerate(config.regions):
-            assert isinstance(region, Region), "a GPU's memory is not for this engine"
-            self._regions.append((self._map_region(region, f"memories[{number}]"), region))
+        self._pieces: list[list[_PieceView]] = []
+        try:
+            for number, region in enumerate(config.regions):
+                assert isinstance(region, Region), "a GPU's memory is not for this engine"
+                self._regions.append((self._map_region(region, f"memories[{number}]"), region))
+        except InvalidArgument:
+            self.close()
+            raise
         self._pieces = [
             [
                 _PieceView.of(piece, self._regions[piece.region], group.engine_block_bytes)
@@ -192,21 +197,19 @@ class HostSharedMemory:
             raise InvalidArgument(f"{name} is no open descriptor: {error}", name) from error
         if not stat.S_ISREG(status.st_mode) or not lies_in_memory(region.fd):
             raise InvalidArgument(f"{name} is not shared memory", name)
-        if region.offset + region.bytes > status.st_size:
-            raise InvalidArgument(
-                f"{name} ends at byte {region.offset + region.bytes}, its file has "
-                f"{status.st_size}",
-                f"{name}.bytes",
-            )
+        _require_inside(region, status.st_size, name)
         if fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
             raise InvalidArgument(f"{name} is not open for reading and writing", name)
         key = (status.st_dev, status.st_ino)
         if key not in self._files:
             try:
                 self._files[key] = _Memory.of(region.fd, status.st_size)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, MemoryError) as error:
                 raise InvalidArgument(f"{name} can't be mapped: {error}", name) from error
-        return self._files[key]
+        file = self._files[key]
+        # The engine may have made it longer since an earlier region had it mapped.
+        _require_inside(region, len(file.mapping.view), name)
+        return file
 
     # -- copies -----------------------------------------------------------------------------
 
@@ -326,6 +329,12 @@ class HostSharedMemory:
         self._pieces.clear()
         while self._files:
             self._files.popitem()[1].close()
+
+
+def _require_inside(region: Region, size: int, name: str) -> None:
+    end = region.offset + region.bytes
+    if end > size:
+        raise InvalidArgument(f"{name} ends at byte {end}, its file has {size}", f"{name}.bytes")
 
 
 def _real_blocks(part: LocatedPart) -> I64:

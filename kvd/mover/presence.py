@@ -47,6 +47,8 @@ class Presence:
         if not present_pages(start, count * mmap.PAGESIZE, found.ctypes.data):
             return np.zeros(count, dtype=np.uint8)
         found &= 1
+        if not found.any():
+            return found  # to note that would take memory for holes, of which there is no end
         with self._lock:
             known = self._known[first : first + count]
             self._missing -= int(np.count_nonzero(found > known))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,18 +13,26 @@ import numpy as np
 import pytest
 
 from kvd import native
+from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover import presence
 from kvd.mover.checksums import checksums
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
-from kvd.processes.mappings import ExtentFiles
+from kvd.processes.mappings import ExtentFiles, Mapping
 
 PAGE = 4096
 EXTENT_BYTES = 1 << 20
 BLOCKS = 48
 OFFSET = 8  # regions need not begin on a page
+RESIZER = """
+import os, sys
+fd, short, long = map(int, sys.argv[1:])
+while True:
+    os.ftruncate(fd, short)
+    os.ftruncate(fd, long)
+"""
 
 Store = Callable[[HostSharedMemory, MoverConfig, list[int]], bytes]
 
@@ -105,6 +115,10 @@ LAYOUTS = {
     "small fragments": tensors(6, 1000),
     "fragments apart": interleaved(3, 2048),
 }
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 def there(fd: int) -> int:
@@ -199,6 +213,46 @@ def test_hole_behind_the_files_end_fails_the_store(
     with pytest.raises(OSError, match="memory ends at byte"):
         store(engine, config, [3])
     engine.close()
+
+
+def test_no_region_reaches_beyond_what_was_mapped_while_the_engine_resizes_its_file(
+    shared_directory: Path, memory: int
+) -> None:
+    """Two regions of one file are looked at one after the other, and mapped with the first."""
+    short, long = 1 << 20, 4 << 20
+    group = GroupMap(1, 1, PAGE, (FragmentSpec(1, 0, PAGE, PAGE),))
+    regions = (Region(memory, 0, short), Region(memory, short, long - short))
+    config = MoverConfig(MoverId(1), regions, (group,), _files(shared_directory))
+    arguments = [str(memory), str(short), str(long)]
+    resizer = subprocess.Popen([sys.executable, "-c", RESIZER, *arguments], pass_fds=(memory,))
+    tries = taken = 0
+    try:
+        while taken < 500 or tries < 20_000:
+            tries += 1
+            try:
+                engine = HostSharedMemory(config)
+            except InvalidArgument:
+                continue
+            taken += 1
+            file, region = engine._regions[1]
+            assert region.offset + region.bytes <= len(file.mapping.view), f"after {tries} tries"
+            engine.close()
+    finally:
+        resizer.kill()
+        resizer.wait()
+
+
+def test_holes_take_no_memory_however_many_are_looked_at(memory: int) -> None:
+    size = 256 << 30
+    os.ftruncate(memory, size)
+    mapping = Mapping.of(memory, size)
+    known = presence.Presence(mapping.address, size)
+    pages = 4 << 20 >> 12
+    before = resident_bytes()
+    for first in range(0, size // PAGE, 4 * pages):
+        assert not known.learn(first, pages).any()
+    assert resident_bytes() - before < 4 << 20, "a byte for each page was to be none"
+    mapping.close()
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 100])
