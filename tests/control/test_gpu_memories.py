@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
+from kvd.control.registration.memories import MAX_HOST_BYTES
 from kvd.control.services.worker import require_kept
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import MoverId
@@ -211,6 +213,23 @@ def test_a_daemon_without_cupy_says_what_to_install_and_leaves_no_mover(
 def test_a_worker_that_was_refused_for_its_gpu_may_register_host_memory(worker: RawWorker) -> None:
     refusal(lambda: worker.register(memories=[ipc()], gpu_memory=ROOM))
     assert worker.register()
+
+
+def test_holes_without_end_are_no_ranks_memory(worker: RawWorker) -> None:
+    """Its mover would look at each page: for days, at what a file of no pages may be long."""
+    sparse = os.memfd_create("holes")
+    os.ftruncate(sparse, MAX_HOST_BYTES + BYTES)
+    worker.companion.offer_memory(5, sparse)
+    os.close(sparse)
+    whole = [memory(memory_token=5, bytes=MAX_HOST_BYTES)]
+    for memories in (
+        [memory(memory_token=5, bytes=MAX_HOST_BYTES + 8)],
+        [*whole, memory(memory_token=5, bytes=8)],
+    ):
+        said = refusal(partial(worker.register, memories=memories))
+        field = f"memories[{len(memories) - 1}].bytes"
+        assert said == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", field)
+    assert worker.register(memories=whole)
 
 
 # -- descriptors --------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvd.mover.layout import CudaRegion, Region
 from kvd_proto.libcuda import IPC_HANDLE_BYTES
 from kvd_proto.v1 import worker_pb2 as pb
 
+MAX_HOST_BYTES = 1 << 44  # of one rank: a mover looks at every page before it is ready, or after
 MAX_GPU_BYTES = 1 << 48  # of one GPU: more than any has, so that no sum overflows
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -42,9 +43,7 @@ def rank_memory(request: pb.RegisterRankRequest, peer: Peer) -> RankMemory:
                 f"memories[{number}]",
             )
     if kinds[0] == "host":
-        return RankMemory(
-            tuple(_host(h.host, f"memories[{n}]", peer) for n, h in enumerate(request.memories))
-        )
+        return RankMemory(_all_host(request, peer))
     return _gpu(request, peer)
 
 
@@ -56,6 +55,22 @@ def _kind(handle: pb.MemoryHandle, where: str) -> str:
 
 
 # -- host memory ------------------------------------------------------------------------------
+
+
+def _all_host(request: pb.RegisterRankRequest, peer: Peer) -> tuple[Region, ...]:
+    regions = []
+    left = MAX_HOST_BYTES
+    for number, handle in enumerate(request.memories):
+        where = f"memories[{number}]"
+        regions.append(_host(handle.host, where, peer))
+        left -= handle.host.bytes
+        if left < 0:
+            raise InvalidArgument(
+                f"{where}: the memories up to this one have {MAX_HOST_BYTES - left} bytes; a rank"
+                f" has at most {MAX_HOST_BYTES}",
+                f"{where}.bytes",
+            )
+    return tuple(regions)
 
 
 def _host(host: pb.HostSharedMemory, where: str, peer: Peer) -> Region:
