@@ -171,9 +171,12 @@ class MoverProcess(OwnedProcess):
         """Give up a transfer that has not started; answered by transfer_finished either way."""
         self._write(FrameKind.REVOKE, frames.pack_number(transfer))
 
-    def mark_ready(self, job: JobId) -> None:
-        """The worker's half is there: what the ready ring says, by another way."""
-        self._write(FrameKind.READY, frames.pack_jobs((job,)))
+    def mark_ready(self, *jobs: JobId) -> None:
+        """The worker's half of these is there: what the ready ring says, by another way.
+
+        In one frame: each is written apart, and thousands would hold others up.
+        """
+        self._write(FrameKind.READY, frames.pack_jobs(jobs))
 
     def post(
         self, job: JobId, kind: JobKind, status: JobStatus, bytes_copied: int, duration_ns: int

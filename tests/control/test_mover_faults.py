@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartErro
 from kvd.processes import parent
 from kvd.processes.framing import frame
 from kvd_proto import layout
+from kvd_proto.limits import MAX_IDS
 from tests.control.mover_rig import (
     BLOCKS,
     EXTENT_BYTES,
@@ -264,6 +266,24 @@ async def test_a_worker_that_drains_and_blocks_its_eventfd_cannot_hang_the_mover
             give(mover, number, JobKind.STORE, one_part([(0, 0)], [1]))
             mover.mark_ready(JobId(number))
             assert await r.sink.outcome(number) is DONE
+
+
+@on_loop
+async def test_thousands_of_jobs_said_ready_in_one_call_hold_others_up_for_little() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        jobs = [JobId(number) for number in range(1, MAX_IDS + 1)]
+        for number in (1, MAX_IDS):
+            give(mover, number, JobKind.STORE, one_part([(0, 0)], [1]))
+        begun = time.perf_counter()
+        mover.mark_ready(*jobs)
+        together = time.perf_counter() - begun
+        for number in (1, MAX_IDS):
+            assert await r.sink.outcome(number) is DONE
+        begun = time.perf_counter()
+        for job in jobs:
+            mover.mark_ready(job)
+        assert together < (time.perf_counter() - begun) / 5
 
 
 # -- the engine's memory and the mover's death ------------------------------------------------

@@ -20,7 +20,7 @@ from kvd.control.sessions.session import SessionContext
 from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
 from kvd.core.engines.meeting import EngineStart
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
-from kvd.core.keys import JobId, MoverId
+from kvd.core.keys import MoverId
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import FRAGMENTS_AT_ONCE, GpuConfig, check_group_count, checks_of
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
@@ -108,9 +108,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         peer = self._peers.behind(context, Role.WORKER)
         jobs = convert.job_ids(request.job_ids, "job_ids")
         registered = self._engines.registered(peer, request.registration_id)
-        mover = self._driver.fleet.process_of(registered)
-        for job in jobs:
-            mover.mark_ready(JobId(job))
+        self._driver.fleet.process_of(registered).mark_ready(*jobs)
         return pb.MarkReadyResponse()
 
     # -- steps of a registration ------------------------------------------------------------

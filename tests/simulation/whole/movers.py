@@ -173,8 +173,8 @@ class SimMover:
 
     # -- what its worker says -------------------------------------------------------------------
 
-    def mark_ready(self, job: JobId) -> None:
-        self.ready.add(job)
+    def mark_ready(self, *jobs: JobId) -> None:
+        self.ready.update(jobs)
         self._match()
 
     # -- what it does ---------------------------------------------------------------------------
@@ -302,8 +302,7 @@ class SimRegistration(Registration):
         return not self.process.is_alive
 
     def mark_ready(self, job_ids: Sequence[int]) -> bool:
-        for job in job_ids:
-            self.process.mark_ready(JobId(job))
+        self.process.mark_ready(*map(JobId, job_ids))
         return True
 
     def abandon(self, job_id: int) -> None:
