@@ -26,6 +26,7 @@ from kvd.core.shares import Bound, Shares
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
 from kvd.runtime.damage import log_damage
+from kvd.runtime.starts import StartsInTurn
 from kvd.runtime.told_rows import ToldRows
 from kvd.runtime.turns import FairQueue
 
@@ -150,6 +151,7 @@ class MoverFleet:
         self._launch = launch
         self._movers: dict[MoverId, FleetMover] = {}  # but for those that are GONE
         self._shares = Shares(Bound(MOVERS, MAX_MOVERS, MAX_MOVERS_OF_USER, field="rank"))
+        self._starts = StartsInTurn()
         # By user; tiers' under None. Users take turns. A future among them is somebody who waits
         # until those before it are handled.
         self._reports: OrderedDict[int | None, deque[Report]] = OrderedDict()
@@ -157,7 +159,7 @@ class MoverFleet:
     async def start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         """Start a rank's mover process; from its first moment the pool's next owner knows of it.
 
-        LimitExceeded where there are as many as there may be.
+        A few start at a time. LimitExceeded where there are as many as there may be.
         """
         if sum(mover.owner == owner for mover in self._movers.values()) >= MAX_MOVERS_OF_WORKER:
             raise LimitExceeded(
@@ -168,7 +170,8 @@ class MoverFleet:
         self._shares.take(owner.uid)
         mover = self._movers[config.mover] = FleetMover(owner)
         try:
-            mover.process = await self._launch(config, self)
+            async with self._starts.hold(owner.uid):
+                mover.process = await self._launch(config, self)
         except BaseException:
             self._forget(config.mover)
             mover.gone.set()

@@ -19,7 +19,7 @@ from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId
 from kvd.mover.process import MoverConfig, MoverStartError
 from kvd.processes.mappings import ExtentFiles
-from kvd.runtime import fleet
+from kvd.runtime import fleet, starts
 from kvd.runtime.fleet import MoverFleet, MoverOwner
 from kvd.runtime.turns import FairQueue
 from tests.control.daemon_rig import (
@@ -45,6 +45,66 @@ class Started:
 def fleet_of(launch: Any) -> MoverFleet:
     nobody: Any = None
     return MoverFleet(nobody, lambda _event: None, nobody, FairQueue(), launch)
+
+
+class HeldLaunches:
+    """Launches that wait until they are let go; who is being started, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self._held: dict[int, asyncio.Future[None]] = {}
+
+    async def __call__(self, config: MoverConfig, _sink: object) -> Any:
+        self.begun.append(config.mover)
+        self._held[config.mover] = asyncio.get_running_loop().create_future()
+        await self._held[config.mover]
+        return Started(config.mover)
+
+    async def end(self, mover: int) -> None:
+        self._held[mover].set_result(None)
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_few_movers_start_at_once_and_users_take_turns() -> None:
+    launches = HeldLaunches()
+    movers = fleet_of(launches)
+
+    def start(number: int, uid: int) -> asyncio.Task[Any]:
+        owner = MoverOwner(uid, f"worker {number}")
+        return asyncio.create_task(movers.start(replace(CONFIG, mover=MoverId(number)), owner))
+
+    of_one = [start(number, 1) for number in range(20)]
+    await settled()
+    assert launches.begun == list(range(starts.MAX_STARTS_OF_USER)), "its others wait for these"
+    of_two = [start(100 + number, 2) for number in range(20)]
+    await settled()
+    begun = [*range(4), *range(100, 104)]
+    assert launches.begun == begun
+    assert len(begun) == starts.MAX_STARTS
+    of_three = start(200, 3)
+    await settled()
+    assert launches.begun == begun
+    of_one[4].cancel()  # it waits no more
+    of_two[3].cancel()  # and this one is no longer started
+    await settled()
+    assert launches.begun == [*begun, 200], "who has none comes first"
+    for ended, following in ((0, 5), (1, 104), (100, 6)):
+        await launches.end(ended)
+        assert launches.begun[-1] == following, "of those who have as many, each in turn"
+    assert len(launches.begun) == 12
+    assert (await of_one[0]).mover == 0
+    for task in (*of_one, *of_two, of_three):
+        task.cancel()
+    await asyncio.gather(*of_one, *of_two, of_three, return_exceptions=True)
+    last = start(300, 1)
+    await settled()
+    await launches.end(300)
+    assert (await last).mover == 300
 
 
 async def test_each_share_is_held_and_given_back_when_a_mover_has_ended() -> None:
