@@ -31,6 +31,10 @@ from kvd.mover.streams import MAX_CALL_BYTES, BlockStretch, Streams
 from kvd.processes.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
+# Of stretches whose pages are looked up together: where they are small, the numbers of all that a
+# store may have would take more memory than its bytes.
+STARTS_AT_ONCE = 1 << 16
+
 _U64 = np.dtype("<u8")
 
 
@@ -122,6 +126,14 @@ class _PieceView:
         """The same of any blocks."""
         starts: I64 = (self.start + blocks * self.stride)[:, None] + self.rows
         return starts.ravel()
+
+    def is_present(self, blocks: I64) -> bool:
+        """Whether the file has every page of these blocks' stretches."""
+        step = max(1, STARTS_AT_ONCE // len(self.rows))
+        return all(
+            self.file.presence.covers(self.starts_of(blocks[at : at + step]), self.row_bytes)
+            for at in range(0, len(blocks), step)
+        )
 
 
 class HostSharedMemory:
@@ -271,9 +283,8 @@ class HostSharedMemory:
         if all(file.presence.full for file, _ in self._regions):
             return True
         blocks = _real_blocks(part)
-        return not len(blocks) or all(
-            piece.file.presence.full
-            or piece.file.presence.covers(piece.starts_of(blocks), piece.row_bytes)
+        return all(
+            piece.file.presence.full or piece.is_present(blocks)
             for piece in self._pieces[part.group]
         )
 

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -253,6 +254,31 @@ def test_holes_take_no_memory_however_many_are_looked_at(memory: int) -> None:
         assert not known.learn(first, pages).any()
     assert resident_bytes() - before < 4 << 20, "a byte for each page was to be none"
     mapping.close()
+
+
+def test_a_store_of_tiny_fragments_takes_no_memory_for_each(
+    shared_directory: Path, memory: int
+) -> None:
+    fragments = tuple(FragmentSpec(0, 16 * n, 16 * 4096, 8) for n in range(4096))
+    blocks = EXTENT_BYTES * 16 // (8 * 4096)
+    whole = blocks * 16 * 4096
+    os.ftruncate(memory, whole + PAGE)  # whose last page is a hole
+    for at in range(0, whole, EXTENT_BYTES):
+        os.pwrite(memory, b"x" * EXTENT_BYTES, at)
+    group = GroupMap(blocks, 1, 8 * 4096, fragments)
+    region = Region(memory, 0, whole + PAGE)
+    engine = HostSharedMemory(
+        MoverConfig(MoverId(1), (region,), (group,), _files(shared_directory))
+    )
+    numbers = np.arange(blocks, dtype=np.uint32)
+    part = LocatedPart(0, numbers, numbers.astype(np.uint64), numbers.reshape(-1, 1))
+    tracemalloc.start()
+    try:
+        assert engine._is_present(part)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20, "16 MiB have as many starts"
+    finally:
+        tracemalloc.stop()
+    engine.close()
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 100])
