@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,13 @@ START_BYTES = 256 << 10  # and what a start writes beside what is there
 
 class PoolError(Exception):
     """The pool can't be opened, or its memory can't be had. The message names the fix."""
+
+
+def what_is_short(error: OSError, otherwise: str) -> str:
+    """Why memory for a file can't be had, and the fix: `otherwise`, but for a limit of ours."""
+    if error.errno != errno.EFBIG:
+        return otherwise
+    return "this process may have no file so large; raise LimitFSIZE= in the unit, or ulimit -f"
 
 
 class Checksums(enum.StrEnum):

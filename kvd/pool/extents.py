@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvd.linux import calls
 from kvd.pool import nodes
-from kvd.pool.config import PoolConfig, PoolError
+from kvd.pool.config import PoolConfig, PoolError, what_is_short
 from kvd.processes.mappings import ExtentFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -151,9 +151,10 @@ class Extents:
             if error.errno != errno.EINVAL:  # which kernels before 5.14 say to the advice
                 where = "there are no more huge pages" if self.huge_page else "the file system or"
                 where += "" if self.huge_page else " the machine is full"
+                short = what_is_short(error, f"{where}; lower the pool's size")
                 raise PoolError(
                     f"no memory for extent {extent} of {self.count} ({self.extent_bytes} bytes,"
-                    f" {error.strerror}): {where}; lower the pool's size"
+                    f" {error.strerror}): {short}"
                 ) from error
             self._write_zeros(fd)
         finally:

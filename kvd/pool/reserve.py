@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvd.pool.config import START_BYTES, PoolError
+from kvd.pool.config import START_BYTES, PoolError, what_is_short
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAGE = mmap.PAGESIZE
@@ -30,9 +30,10 @@ def have_all(fd: int, size: int, path: Path) -> None:
         if os.fstat(fd).st_blocks * 512 < size:
             os.posix_fallocate(fd, 0, size)
     except OSError as error:
+        full = "the file system of the pool is full; enlarge it or keep others' files out of it"
         raise PoolError(
-            f"no memory for the {size} bytes of {path} ({error.strerror}): the file system of the"
-            " pool is full; enlarge it or keep others' files out of it"
+            f"no memory for the {size} bytes of {path} ({error.strerror}):"
+            f" {what_is_short(error, full)}"
         ) from error
 
 

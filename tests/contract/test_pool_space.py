@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvd.linux.control_groups import huge_limit, memory_limit
 from kvd.linux.proc import filesystem_type, memory_bytes
 from kvd.pool import Pool, PoolConfig, PoolError, capacity_check, extents
 from kvd.pool.capacity_check import HugeFigures, SpaceFigures
+from kvd.pool.reserve import have_all
 from tests.contract import pool_orders as orders
 from tests.small_tmpfs import fill, small_tmpfs
 
@@ -279,3 +281,19 @@ def greedily(truncate: Callable[[int, int], None], mount: Path) -> Callable[[int
                     return
 
     return shorten
+
+
+def test_a_limit_of_the_process_is_not_taken_for_a_full_file_system(
+    shared_directory: Path,
+) -> None:
+    table = shared_directory / "table"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (orders.EXTENT_BYTES // 2, before[1]))
+    try:
+        with pytest.raises(PoolError, match=r"extent \d.*raise LimitFSIZE") as of_extents:
+            Pool.open(orders.config(shared_directory), lambda _done, _total: None)
+        with table.open("wb") as file, pytest.raises(PoolError, match="raise LimitFSIZE") as of_one:
+            have_all(file.fileno(), orders.EXTENT_BYTES, table)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "full" not in f"{of_extents.value} {of_one.value}"
