@@ -4,38 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 
 # Each takes half a second of a processor, more on a GPU, from control and from movers that copy.
-MAX_STARTS = 8
-MAX_STARTS_OF_USER = 4
+MAX_STARTS_OF_USER = 4  # at least: a machine of many processors takes more
+PROCESSORS_A_START = 8
+USERS_AT_ONCE = 2
+# By then it has done what takes a processor, or waits for what may never come, as a file's server.
+MAX_START_HELD_S = 5.0
 
 
 class StartsInTurn:
     """Lets a few start at once; users who wait take turns. Lives on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, processors: int | None = None) -> None:
+        if processors is None:
+            processors = len(os.sched_getaffinity(0))
+        self.most_of_user = max(MAX_STARTS_OF_USER, processors // PROCESSORS_A_START)
+        self.most = USERS_AT_ONCE * self.most_of_user
         self._starting: Counter[int] = Counter()  # by user
         self._waiting: OrderedDict[int, deque[asyncio.Future[None]]] = OrderedDict()
 
     @contextlib.asynccontextmanager
     async def hold(self, user: int) -> AsyncIterator[None]:
-        """Be one of those that start while in the block; waits for it."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Be one of those that start while in the block, for MAX_START_HELD_S at most; waits for
+        it."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(user, deque()).append(turn)
         self._go_on()
         try:
             await turn
-            yield
-        finally:
+        except BaseException:
             if turn.done() and not turn.cancelled():
-                self._starting[user] -= 1
-                if not self._starting[user]:
-                    del self._starting[user]
+                self._end(user)
             else:
                 self._leave(user, turn)
-            self._go_on()
+                self._go_on()
+            raise
+        late = loop.call_later(MAX_START_HELD_S, self._end, user)
+        try:
+            yield
+        finally:
+            if late.when() > loop.time():  # else that has ended it, or is about to
+                late.cancel()
+                self._end(user)
+
+    def _end(self, user: int) -> None:
+        self._starting[user] -= 1
+        if not self._starting[user]:
+            del self._starting[user]
+        self._go_on()
 
     def _leave(self, user: int, turn: asyncio.Future[None]) -> None:
         line = self._waiting.get(user)
@@ -45,10 +66,10 @@ class StartsInTurn:
                 del self._waiting[user]
 
     def _go_on(self) -> None:
-        while self._starting.total() < MAX_STARTS:
+        while self._starting.total() < self.most:
             # Who has fewest; of several who has waited for longest.
             user = min(self._waiting, key=self._starting.__getitem__, default=None)
-            if user is None or self._starting[user] >= MAX_STARTS_OF_USER:
+            if user is None or self._starting[user] >= self.most_of_user:
                 return
             line = self._waiting[user]
             turn = line.popleft()

@@ -73,6 +73,7 @@ async def settled() -> None:
 async def test_few_movers_start_at_once_and_users_take_turns() -> None:
     launches = HeldLaunches()
     movers = fleet_of(launches)
+    movers._starts = starts.StartsInTurn(processors=2)
 
     def start(number: int, uid: int) -> asyncio.Task[Any]:
         owner = MoverOwner(uid, f"worker {number}")
@@ -85,7 +86,7 @@ async def test_few_movers_start_at_once_and_users_take_turns() -> None:
     await settled()
     begun = [*range(4), *range(100, 104)]
     assert launches.begun == begun
-    assert len(begun) == starts.MAX_STARTS
+    assert len(begun) == movers._starts.most == 8
     of_three = start(200, 3)
     await settled()
     assert launches.begun == begun
@@ -105,6 +106,37 @@ async def test_few_movers_start_at_once_and_users_take_turns() -> None:
     await settled()
     await launches.end(300)
     assert (await last).mover == 300
+
+
+async def test_a_start_that_takes_long_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(starts, "MAX_START_HELD_S", 0.05)
+    turns = starts.StartsInTurn(processors=2)
+    begun: list[int] = []
+    all_begun, ends = asyncio.Event(), asyncio.Event()
+
+    async def start(number: int, user: int) -> None:
+        async with turns.hold(user):
+            begun.append(number)
+            if len(begun) == 12:
+                all_begun.set()
+            await ends.wait()
+
+    tasks = [asyncio.create_task(start(number, 1 + number % 2)) for number in range(12)]
+    await settled()
+    assert len(begun) == turns.most
+    await asyncio.wait_for(all_begun.wait(), 20)
+    ends.set()
+    await asyncio.gather(*tasks)
+    await asyncio.sleep(0.1)
+    assert not turns._starting, "each was counted out once"
+
+
+@pytest.mark.parametrize(("processors", "of_user"), [(1, 4), (39, 4), (40, 5), (128, 16)])
+def test_a_machine_of_many_processors_starts_more_at_once(processors: int, of_user: int) -> None:
+    turns = starts.StartsInTurn(processors)
+    assert (turns.most_of_user, turns.most) == (of_user, 2 * of_user)
 
 
 async def test_each_share_is_held_and_given_back_when_a_mover_has_ended() -> None:
