@@ -6,6 +6,7 @@ follow from it. A wrong value is refused with its name, where it came from, and 
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import re
@@ -95,7 +96,7 @@ class Config:
 
     @property
     def companion_socket(self) -> Path:
-        return self.socket.with_name(self.socket.name + ".companion")
+        return Path(f"{self.socket}.companion")
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -427,7 +428,14 @@ def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
             with path.open("rb") as file:
                 content = file.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
-            raise NotPlainError(f"has more than {MAX_CONFIG_BYTES} bytes")
+            raise ConfigError(
+                f"configuration file {path} has more than {MAX_CONFIG_BYTES} bytes: make it smaller"
+            )
+        if content.startswith(codecs.BOM_UTF8):  # nobody sees it, and TOML allows none
+            raise ConfigError(
+                f"configuration file {path} begins with a byte order mark: save it as UTF-8"
+                " without one"
+            )
         written = tomllib.loads(content.decode())
     except NotPlainError as error:
         raise ConfigError(
@@ -439,9 +447,8 @@ def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} is no TOML: {error}") from None
     for name in written:
         if name not in _BY_NAME and name not in _TABLES:
-            known = ", ".join([*_BY_NAME, *_TABLES])
             raise ConfigError(
-                f"configuration file {path} has an unknown key {name!r}; known: {known}"
+                f"configuration file {path} has an unknown key {name!r}; {_what_would_do(name)}"
             )
     if again and not written:  # who writes it may have emptied it, and be about to go on
         raise ConfigError(
@@ -449,6 +456,13 @@ def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
             " to take all back"
         )
     return written
+
+
+def _what_would_do(unknown: str) -> str:
+    """The key that somebody meant who wrote an unknown one, or all that there are."""
+    keys = [*_BY_NAME, *_TABLES]
+    near = difflib.get_close_matches(unknown.lower().replace("-", "_"), keys, 1, _LIKE)
+    return f"{near[0]!r} would do" if near else "known: " + ", ".join(keys)
 
 
 def _tenants(written: Any, pool_bytes: int) -> tuple[TenantRule, ...]:

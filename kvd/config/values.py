@@ -194,6 +194,8 @@ def read_optional_path(value: Any) -> Path | None:
 
 def read_socket_path(value: Any) -> Path:
     path = read_path(value)
+    if path.name in ("", "..") or str(value).endswith("/"):
+        raise ValueError("the absolute path of a file, with a name after its last slash")
     if len(os.fsencode(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
         raise ValueError("a path of at most 97 bytes: the kernel's limit for Unix sockets")
     return path
@@ -239,11 +241,11 @@ def read_group(value: Any) -> str:
 
 
 def read_address(value: Any) -> str:
-    if not str(value):
+    if not isinstance(value, str) or not value:
         raise ValueError(
             "an address or host name; :: means every one of this machine, 0.0.0.0 those of IPv4"
         )
-    return str(value)
+    return value
 
 
 _PLACE = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]]+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")

@@ -87,6 +87,9 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
         (["--socket", "/" + "x" * 98], "socket"),
         (["--socket", "/" + "\xe9" * 49], "socket"),
         (["--socket", "/run/\udcff.sock"], "socket"),
+        (["--socket", "/"], "socket"),
+        (["--socket", "/run/kvd/"], "socket"),
+        (["--socket", "/run/.."], "socket"),
         (["--pool-directory", "/run/\udcff"], "pool_directory"),
         (["--extents-directory", "/run/\0"], "extents_directory"),
         (["--socket-mode", "999"], "socket_mode"),
@@ -134,6 +137,31 @@ def test_a_switch_is_no_number(write, name: str, value: str) -> None:  # type: i
 def test_an_unknown_key_of_the_file_is_refused_with_the_known_ones(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=r"pool_size.*known:.*pool_bytes"):
         load(file=write('pool_size = "4GiB"\n'))
+
+
+@pytest.mark.parametrize("wrong", ["pool-bytes", "pool_byte", "Pool_Bytes"])
+def test_a_slip_in_a_key_is_refused_with_the_key_that_would_do_alone(write, wrong: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=f"unknown key '{wrong}'; 'pool_bytes' would do$"):
+        load(file=write(f'{wrong} = "4GiB"\n'))
+
+
+@pytest.mark.parametrize("value", ["true", '["::"]', "5", '""'])
+def test_an_address_is_text(write, value: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"http_address is .*must be an address or host name"):
+        load(file=write(f"http_address = {value}\n"))
+
+
+def test_a_byte_order_mark_which_no_editor_shows_is_named(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="byte order mark: save it as UTF-8 without one"):
+        load(file=write('\ufeffpolicy = "lru"\n'))
+    assert load(file=write('policy = "arc"\r\nlog_level = "info"\r\n')).policy == "arc"
+
+
+def test_a_file_is_read_up_to_its_bound_and_named_beyond_it(write) -> None:  # type: ignore[no-untyped-def]
+    most = settings.MAX_CONFIG_BYTES
+    assert load(file=write("#" * most)).policy == "lru"
+    with pytest.raises(ConfigError, match=f"has more than {most} bytes: make it smaller"):
+        load(file=write("#" * (most + 1)))
 
 
 @pytest.mark.parametrize(
