@@ -7,14 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-import click
+from kvd.cli.interrupts import ends_at_once
+from kvd.linux import standard_streams
 
-from kvd.cli.commands import CLI
-from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, Failure, is_of_output
+with ends_at_once():
+    import click
+
+    from kvd.cli.commands import CLI
+    from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, Failure, is_of_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
+    standard_streams.fill()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         ended = CLI.main(args=words, prog_name="kvd", standalone_mode=False)

@@ -13,6 +13,7 @@ import grpc
 
 from kvd.cli import remote
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, EXIT_REFUSED, Failure, is_of_output
+from kvd.cli.options import FILES
 from kvd.config.settings import ConfigError, socket_of
 from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused
@@ -36,6 +37,10 @@ def place_of(given: SimpleNamespace) -> str:
     """The socket, or the gateway, that the flags, the environment and the file name."""
     if getattr(given, "remote", None):
         return str(given.remote)
+    for name in (*FILES, "server_name"):
+        if getattr(given, name, None) is not None and hasattr(given, "remote"):
+            flag = name.replace("_", "-")
+            raise Failure(f"--{flag} goes with --remote HOST:PORT", EXIT_MISUSED)
     try:
         return socket_of(given.socket, os.environ, given.config)
     except ConfigError as error:

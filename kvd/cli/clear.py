@@ -57,10 +57,12 @@ def _confirm(chosen: list[pb.NamespaceStatus], namespace: int | None) -> None:
     if namespace is not None and not chosen:
         raise Failure(f"there is no namespace {namespace} that this user may see")
     blocks, held = sum(each.blocks for each in chosen), sum(each.bytes for each in chosen)
-    of = f"namespace {namespace}" if namespace else f"all {len(chosen)} namespaces"
+    of = f"namespace {namespace}" if namespace else f"all namespaces ({len(chosen)})"
     try:
         sure = click.confirm(f"Forget {blocks} blocks ({size(held)}) of {of}?", err=True)
-    except click.Abort:
+    except click.Abort as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # click makes one of both
+            raise
         raise Failure("nothing was cleared: nobody answered; give --yes to be asked nothing") from (
             None
         )

@@ -8,6 +8,7 @@ import click
 from click.shell_completion import CompletionItem
 
 import kvd
+from kvd.cli.interrupts import ends_at_once
 
 # Name, what it does in a line, and where its `command` is; in the order of `kvd --help`.
 COMMANDS = (
@@ -43,7 +44,8 @@ class Commands(click.Group):
         """One of them, imported; None: there is none of this name."""
         for name, _, module in COMMANDS:
             if name == cmd_name:
-                found: click.Command = import_module(module).command
+                with ends_at_once():
+                    found: click.Command = import_module(module).command
                 return found
         return None
 

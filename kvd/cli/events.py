@@ -59,7 +59,9 @@ def command(**flags: Any) -> int:
 def lines(message: pb.WatchEventsResponse, *, as_json: bool) -> Iterator[str]:
     """A line for each block that the message names, and for each change that names none."""
     for event in message.events:
-        kind = pb.CacheEvent.Kind.Name(event.kind).removeprefix("KIND_").lower()
+        kind = f"kind_{event.kind}"  # of a later daemon
+        if event.kind in pb.CacheEvent.Kind.values():
+            kind = pb.CacheEvent.Kind.Name(event.kind).removeprefix("KIND_").lower()
         said: dict[str, object] = {
             "sequence": message.sequence,
             "kind": kind,

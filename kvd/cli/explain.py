@@ -76,7 +76,9 @@ def command(**flags: Any) -> int:
 
 
 def cause_of(message: pb.ExplainedRequest) -> str:
-    """The cause's name, in lower case."""
+    """The cause's name, in lower case; of one that a later daemon has, its number."""
+    if message.cause not in pb.MissCause.values():
+        return f"cause_{message.cause}"
     return pb.MissCause.Name(message.cause).removeprefix(_PREFIX).lower()
 
 
@@ -141,6 +143,8 @@ def lines(message: pb.ExplainedRequest) -> Iterator[str]:
 def _why(message: pb.ExplainedRequest) -> str:
     name = cause_of(message).upper()
     by = f"for namespace {message.by_namespace_id}" if message.by_namespace_id else "for others"
+    if name not in _SAID:
+        return f"this release of kvd has no words for what the daemon says ({name.lower()})"
     said = _SAID[name].format(
         ago=duration(message.cause_seconds),
         unused=duration(message.unused_seconds),

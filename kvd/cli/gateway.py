@@ -65,7 +65,12 @@ _FILE = click.Path(path_type=Path)
     help="Names in certificates, with commas between them, whose callers may change things:"
     " clear, quotas, drain (default: none; others may only look).",
 )
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    help="How its log is written.",
+)
 def command(**flags: Any) -> int:
     """Carry operators' calls from other machines to the daemon of this one, by mutual TLS.
 

@@ -9,8 +9,8 @@ import click
 
 from kvd import config
 from kvd.cli.exits import EXIT_MISUSED, Failure
+from kvd.cli.interrupts import ends_at_once
 from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
-from kvd.linux import standard_streams
 
 
 def _option(setting: Setting) -> click.Option:
@@ -35,14 +35,14 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
         from kvd.cli.doctor.command import check_place  # noqa: PLC0415 - see below
 
         return check_place(settings)
-    standard_streams.fill()
     # Named from now on: without the default file, all that it said would be taken back.
     named = flags | {"config": config.file_of(flags["config"], os.environ)}
 
     def read() -> config.Config:
         return config.load(named, os.environ, standing=settings)
 
-    from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
+    with ends_at_once():
+        from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
 
     return serve.serve(settings, read)
 

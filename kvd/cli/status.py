@@ -19,6 +19,7 @@ from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 WASTE_SHOWN = 0.01  # of extents; less is not worth a line
 LEAST_INTERVAL = 0.2
+DEFAULT_INTERVAL = 2.0
 # Fields whose text may look like a number.
 _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
     "name",
@@ -31,9 +32,8 @@ _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory"
 @click.option(
     "--every",
     type=Checked(number(LEAST_INTERVAL, AN_HOUR), "seconds"),
-    default=2.0,
     metavar="SECONDS",
-    help="With --watch, how often to look (default 2).",
+    help=f"With --watch, how often to look (default {DEFAULT_INTERVAL:g}).",
 )
 @click.option(
     "--count",
@@ -45,6 +45,9 @@ _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory"
 def command(**flags: Any) -> int:
     """Show what a running daemon does and holds."""
     given = SimpleNamespace(**flags)
+    for flag, value in (("--every", given.every), ("--count", given.count)):
+        if value is not None and not given.watch:
+            raise click.UsageError(f"{flag} goes with --watch")
     if given.watch:
         from kvd.cli import watching  # noqa: PLC0415 - rich, for this alone
 
@@ -114,8 +117,11 @@ def as_json(status: operator_pb2.StatusResponse) -> dict[str, object]:
 def _numbers(value: object, name: str = "") -> object:
     """Protobuf writes 64-bit integers as strings: take them back where they are figures."""
     if isinstance(value, dict):
-        texts = name in ("fields", "differs")
-        return value if texts else {k: _numbers(v, k) for k, v in value.items()}
+        if name == "fields":  # maps of texts have no order of their own, and two calls differ
+            return dict(sorted(value.items()))
+        if name == "differs":  # by a namespace's id
+            return {k: value[k] for k in sorted(value, key=int)}
+        return {k: _numbers(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_numbers(v, name) for v in value]
     if isinstance(value, str) and value.isdigit() and name not in _TEXTS:

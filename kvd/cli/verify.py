@@ -12,7 +12,7 @@ import click
 from kvd.cli.calls import place_of, said_plainly
 from kvd.cli.exits import EXIT_FOUND
 from kvd.cli.options import json_option, socket_options, timeout_option
-from kvd.cli.printing import show_json, show_lines
+from kvd.cli.printing import show_json, show_lines, size
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
@@ -67,7 +67,8 @@ def command(**flags: Any) -> int:
 
 def ask(path: str, timeout_s: float, *, with_bytes: bool = True) -> Report:
     """What a daemon finds, of all that there is to look at."""
-    with greeted(path, companion_pb2.PEER_ROLE_TOOL, "kvd verify", HELLO_TIMEOUT_S) as daemon:
+    hello_s = min(HELLO_TIMEOUT_S, timeout_s)
+    with greeted(path, companion_pb2.PEER_ROLE_TOOL, "kvd verify", hello_s) as daemon:
         stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
         return whole_report(
             lambda r: stub.Verify(r, timeout=timeout_s, metadata=daemon.metadata),
@@ -112,7 +113,7 @@ def as_text(report: Report) -> Iterator[str]:
         yield f"BROKEN {each.invariant}: {each.place}: {each.problem}"
     if report.more_findings:
         yield f"and {report.more_findings} more"
-    compared = f", {report.bytes / (1 << 20):.1f} MiB compared" if report.bytes else ""
+    compared = f", {size(report.bytes)} compared" if report.bytes else ""
     yield f"{report.blocks} blocks looked at{compared}; " + (
         "something is broken: keep the log, and see docs/verify.md"
         if report.findings

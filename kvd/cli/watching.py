@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.printing import duration, show_json, size
-from kvd.cli.status import as_json
+from kvd.cli.status import DEFAULT_INTERVAL, as_json
 from kvd.observability.printable import printable
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -69,16 +69,20 @@ def moved(before: Glance | None, now: Glance) -> Moved | None:
 
 
 def watch(look: Callable[[], pb.StatusResponse], given: SimpleNamespace) -> int:
-    """Glance again and again: on a terminal in place, else one line or one object each time."""
+    """Glance again and again: on a terminal in place, else one line or one object each time.
+
+    A terminal that can't move its cursor (TERM=dumb) has lines, too.
+    """
     looks = _looks(look, given)
-    if not sys.stdout.isatty():
+    console = Console()
+    if given.json or not sys.stdout.isatty() or console.is_dumb_terminal:
         for now, since in looks:
             if given.json:
                 show_json(as_json(now.status))
             else:
                 click.echo(line(now, since))
         return 0
-    with Live(screen=True, auto_refresh=False, console=Console()) as live:
+    with Live(screen=True, auto_refresh=False, console=console) as live:
         for now, since in looks:
             live.update(screen(now, since), refresh=True)
     return 0
@@ -95,7 +99,7 @@ def _looks(
         before, taken = now, taken + 1
         if taken == given.count:
             return
-        time.sleep(given.every)
+        time.sleep(given.every or DEFAULT_INTERVAL)
 
 
 def _ratio(share: float | None) -> str:

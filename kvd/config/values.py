@@ -24,15 +24,16 @@ HIGHEST_PORT = 65535
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
-def parse_size(value: Any, whole: Callable[[], int]) -> int:
-    """Bytes from a number, "4GiB" or "60%" of `whole()`."""
+def parse_size(value: Any, whole: Callable[[], int] | None, of: str = "memory") -> int:
+    """Bytes from a number, "4GiB" or "60%" of `whole()`, which is `of` what; None: no share."""
     if isinstance(value, int) and not isinstance(value, bool):
         return _countable(value)
     match = _SIZE.fullmatch(str(value).strip())
-    if match is None:
-        raise ValueError('a size: bytes, "4GiB", or a share of memory such as "60%"')
+    if match is None or (whole is None and match[2] == "%"):
+        share = f', or a share of {of} such as "60%"' if whole else ""
+        raise ValueError(f'a size: bytes, "4GiB"{share}')
     number, unit = float(match[1]), match[2].lower()
-    if unit == "%":
+    if unit == "%" and whole is not None:
         if not 0 < number <= 100:
             raise ValueError("a share over 0% and up to 100%")
         return int(whole() * number / 100)
@@ -43,7 +44,7 @@ def parse_size(value: Any, whole: Callable[[], int]) -> int:
 
 def read_quota(value: Any, pool_bytes: int) -> int:
     """Bytes of a hard quota, 0 for none."""
-    quota = parse_size(value, lambda: pool_bytes)
+    quota = parse_size(value, lambda: pool_bytes, "the pool")
     if quota < 0 or 0 < quota < LEAST_QUOTA_BYTES:
         raise ValueError(
             'a size of 4KiB or more, for no block is smaller; 0 for none; or a share such as "25%"'
@@ -87,9 +88,10 @@ def read_gpu_size(least: int, most: int) -> Callable[[Any], int]:
 
     def read(value: Any) -> int:
         wanted = f'a multiple of 4KiB from {least} to {most} bytes, such as "64MiB"'
-        if "%" in str(value):
-            raise ValueError(wanted)
-        size = parse_size(value, memory_bytes)
+        try:
+            size = parse_size(value, None)
+        except ValueError:
+            raise ValueError(wanted) from None
         if not least <= size <= most or size % 4096:
             raise ValueError(wanted)
         return size

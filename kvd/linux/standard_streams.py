@@ -1,4 +1,4 @@
-"""The standard streams of a process that was started without some of them (`kvd serve >&-`)."""
+"""The standard streams of a process that was started without some of them (`kvd status >&-`)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def fill() -> None:
     while (made := os.open(os.devnull, os.O_RDWR)) <= LAST:
         os.set_inheritable(made, True)
     os.close(made)
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for good
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for good

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +15,11 @@ from typing import Any
 import pytest
 
 from kvd.__main__ import main
-from kvd.cli import watching
+from kvd.cli import events, explain, watching
 from kvd.cli.commands import COMMANDS
+from kvd.cli.status import as_json
 from kvd.config.values import place
+from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.control.running_daemon import RunningDaemon
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
@@ -39,6 +44,31 @@ def said(capsys: pytest.CaptureFixture[str], running: RunningDaemon, *words: str
 
 def told(capsys: pytest.CaptureFixture[str], running: RunningDaemon, *words: str) -> Any:
     return json.loads(said(capsys, running, *words, "--json"))
+
+
+def on_terminal(
+    *words: str, typed: bytes = b"", after: str = "", **variables: str
+) -> tuple[int, str]:
+    """How a command ends on a terminal of its own.
+
+    `typed` is typed again and again once it has said `after`: of one Ctrl-C that comes just
+    before it reads, Python says nothing until the next key.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-m", "kvd", *words]
+        os.execve(sys.executable, command, os.environ | variables)
+    said = ""
+    try:
+        while True:
+            if select.select([terminal], [], [], 0.5)[0]:
+                said += os.read(terminal, 65536).decode(errors="replace")
+            elif after in said:
+                os.write(terminal, typed)
+    except OSError:  # EIO: it has ended
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+    finally:
+        os.close(terminal)
 
 
 def test_namespaces_are_listed(stored: RunningDaemon, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +177,11 @@ def test_a_quota_is_set_and_shown(
         (["quota", NO_TEXT, "1GiB"], 2),
         (["explain", NO_TEXT], 2),
         (["status", "--remote", NO_TEXT], 2),
+        (["status", "--count", "2"], 2),
+        (["status", "--every", "2"], 2),
+        (["quota", "--certificate=/a"], 2),
+        (["size", "--server-name=node"], 2),
+        (["clear", "--yes", "--key=/a"], 2),
         (["gateway", "--address", NO_TEXT, "--certificate=/a", "--key=/a", "--authority=/a"], 2),
     ],
 )
@@ -184,6 +219,110 @@ def test_the_status_is_watched(stored: RunningDaemon, capsys: pytest.CaptureFixt
     lines = said(capsys, stored, *words).splitlines()
     assert len(lines) == 2
     assert all(f"blocks {BLOCKS}" in line and "GB/s" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "words", "shown"),
+    [("dumb", (), "GB/s"), ("xterm", ("--json",), '"incarnation"'), ("xterm", (), "\x1b[?1049h")],
+    ids=["that cannot move its cursor", "that wants objects", "that has a screen"],
+)
+def test_a_terminal_is_shown_what_it_can_show(
+    stored: RunningDaemon, terminal: str, words: tuple[str, ...], shown: str
+) -> None:
+    command = ["status", "--watch", "--count", "1", *words, "--socket", stored.socket]
+    status, said = on_terminal(*command, TERM=terminal)
+    assert (status, shown in said) == (0, True), said
+
+
+def test_ctrl_c_is_no_answer_to_a_question(stored: RunningDaemon) -> None:
+    status, said = on_terminal("clear", "--socket", stored.socket, typed=b"\x03", after="[y/N]")
+    assert status == 130
+    assert "nobody answered" not in said
+
+
+def test_colours_are_left_out_where_nobody_wants_them() -> None:
+    words = ("doctor", "--socket", "/nowhere/kvd.sock")
+    assert "\x1b[" in on_terminal(*words, TERM="xterm", NO_COLOR="")[1]
+    assert "\x1b[" not in on_terminal(*words, TERM="xterm", NO_COLOR="1")[1]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", ["status --watch --count 1", "clear"])
+def test_a_command_without_standard_streams_ends_as_it_would_with_them(
+    stored: RunningDaemon, words: str, closed: str
+) -> None:
+    command = f'exec "$@" {words} --socket {stored.socket} {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable, "-m", "kvd"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == (1 if words == "clear" else 0)
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("slow", ["click", "kvd.cli.status"])
+def test_ctrl_c_during_an_import_prints_no_traceback(slow: str) -> None:
+    """Half a second of each command is imports."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == '{slow}':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from kvd.__main__ import main\n"
+        "sys.exit(main(['status', '--socket', '/nowhere/kvd.sock']))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_what_a_later_daemon_tells_is_shown_by_its_number() -> None:
+    told = operator_pb2.ExplainedRequest(missed_hash=b"h", cause=99)  # type: ignore[arg-type]
+    assert explain.as_json(told)["missed"]["cause"] == "cause_99"
+    assert any("cause_99" in line for line in explain.lines(told))
+    event = events_pb2.CacheEvent(kind=99, namespace_id=1)  # type: ignore[arg-type]
+    told_events = events_pb2.WatchEventsResponse(sequence=1, events=[event])
+    (line,) = events.lines(told_events, as_json=True)
+    assert json.loads(line)["kind"] == "kind_99"
+
+
+def test_every_cause_has_its_words() -> None:
+    named = {name.removeprefix("MISS_CAUSE_") for name in operator_pb2.MissCause.keys()}  # noqa: SIM118 - no dict
+    assert explain._SAID.keys() == named - {"UNSPECIFIED"}
+
+
+def test_fields_of_a_namespace_have_one_order(
+    stored: RunningDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A protobuf map has none, and whoever compares two answers would see a difference."""
+    (namespace,) = told(capsys, stored, "namespaces")["namespaces"]
+    assert list(namespace["fields"]) == sorted(namespace["fields"])
+    other = operator_pb2.NamespaceStatus(differs={str(n): "model" for n in (10, 9, 100)})
+    (shown,) = as_json(operator_pb2.StatusResponse(namespaces=[other]))["namespaces"]  # type: ignore[misc]
+    assert list(shown["differs"]) == ["9", "10", "100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["quota", "default", "much"], 'a share of the pool such as "60%"'),
+        (["size", "/nowhere", "--pool-bytes", "much"], '"4GiB"'),
+        (["size", "/nowhere", "--pool-bytes", "5%"], '"4GiB"'),
+    ],
+)
+def test_a_size_is_asked_for_as_it_may_be_given(
+    running: RunningDaemon, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+) -> None:
+    assert main([*words, "--socket", running.socket]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert named in said
+    assert "memory" not in said
 
 
 def test_the_live_screen_names_sessions_and_what_moved(

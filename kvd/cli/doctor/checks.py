@@ -191,7 +191,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
     else:
         yield Diagnosis(
             "socket",
-            f"nobody answers on {config.socket}: {on.why_no_answer or 'no reason was given'}",
+            on.why_no_answer or f"nobody answers on {config.socket}",
             "look at the daemon's log (journalctl -u kvd) and start it again",
         )
 

@@ -70,7 +70,8 @@ def _tell(found: Sequence[Diagnosis], *, as_json: bool) -> int:
     if as_json:
         show_json({"faults": faults, "findings": [asdict(each) for each in found]})
     else:
-        click.echo("\n".join(_lines(found)))
+        colour = False if os.environ.get("NO_COLOR") else None  # None: where a terminal is
+        click.echo("\n".join(_lines(found)), color=colour)
     return EXIT_FOUND if faults else 0
 
 

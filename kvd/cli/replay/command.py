@@ -380,9 +380,7 @@ def _tiers_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> list[T
 
 def _plain_size(text: str) -> int:
     """Bytes, that are no share of anything."""
-    if "%" in text:
-        raise ValueError('a size: bytes, or such as "2GiB"')
-    size = parse_size(text, lambda: 0)
+    size = parse_size(text, None)
     if size < 1:
         raise ValueError("1 byte or more")
     return size
