@@ -410,6 +410,31 @@ def test_status_of_a_remote_daemon_by_the_command(
     assert "--remote needs --authority FILE" in short.stderr
 
 
+@pytest.mark.parametrize("named", ["certificate", "key", "authority"])
+@pytest.mark.parametrize("broken", ["not PEM", "a pipe"])
+def test_a_callers_file_that_cant_be_used_is_named_and_nothing_else_said(
+    authority: Authority, tmp_path: Path, named: str, broken: str
+) -> None:
+    own = authority.vouch("looker")
+    wrong = tmp_path / "wrong.pem"
+    if broken == "a pipe":
+        os.mkfifo(wrong)
+    else:
+        wrong.write_text("hello")
+    files = {"certificate": own.certificate, "key": own.key, "authority": authority.file}
+    words = [f"--{flag}={path}" for flag, path in (files | {named: wrong}).items()]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "status", "--remote", "127.0.0.1:1", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert f"--{named} {wrong}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("broken", ["missing", "not PEM", "another's key", "a pipe"])
 def test_files_that_cant_be_used_are_named(
     authority: Authority, tmp_path: Path, broken: str
