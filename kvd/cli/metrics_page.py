@@ -19,7 +19,6 @@ from kvd.observability.metrics import Metrics
 from kvd.runtime.told_lookups import ToldLookups
 
 PAGE = "metrics.md"
-_BESIDE = ("_bucket", "_count", "_sum", "_created")
 _EXTENT = 1 << 22
 
 

@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -30,6 +37,8 @@ from kvd.core.upkeep.statistics import Occupancy, Statistics
 from kvd.linux import proc
 from kvd.runtime.fleet import AttachedMover
 from kvd.runtime.told_lookups import ToldLookups
+
+disable_created_metrics()  # a series more for each of some, which tells nothing of use
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_TENANTS_SHOWN = 256

@@ -6,17 +6,23 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvd
 from kvd.cli import metrics_page
 from kvd.observability.metrics import Metrics
+from tests.control.running_daemon import daemon
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "kvd-alerts.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvd.json"
+EXAMPLE = ROOT / "examples" / "embed_engine.py"
 METRIC = re.compile(r"\bkvd_\w+")
 
 
@@ -51,6 +57,25 @@ def expressions() -> list[str]:
 def test_the_page_of_metrics_is_the_one_that_the_code_makes() -> None:
     written = (ROOT / "docs" / metrics_page.PAGE).read_text()
     assert written == metrics_page.page(), "run: python -m kvd.cli.metrics_page"
+
+
+def test_a_daemon_at_work_shows_what_the_page_of_metrics_says_and_nothing_else() -> None:
+    told = {each.name: (each.kind, frozenset(each.labels)) for each in metrics_page.described()}
+    port = free_port()
+    with daemon("--http-port", str(port)) as running:
+        subprocess.run([sys.executable, EXAMPLE, running.socket], check=True, capture_output=True)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    shown = {
+        family.name + ("_total" if family.type == "counter" else ""): family for family in families
+    }
+    assert shown.keys() <= told.keys()
+    assert {name for name in told if not name.startswith("kvd_tier_")} <= shown.keys()
+    for name, family in shown.items():
+        kind, labels = told[name]
+        assert family.type == kind
+        for sample in family.samples:
+            assert sample.labels.keys() - {"le"} == labels, sample
 
 
 def test_guides_name_counters_as_prometheus_has_them(names: set[str]) -> None:
