@@ -38,7 +38,8 @@ from kvd.linux import proc
 from kvd.runtime.fleet import AttachedMover
 from kvd.runtime.told_lookups import ToldLookups
 
-disable_created_metrics()  # a series more for each of some, which tells nothing of use
+# A series more for each label of some metrics, which tells nothing of use.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_TENANTS_SHOWN = 256
