@@ -98,6 +98,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "queue_writes": whole_number(1, MAX_WRITES_QUEUED),
     "options": _read_options,
 }
+TIER_KEYS = frozenset(_READERS)
 
 
 def read_tiers(written: Any) -> tuple[TierRule, ...]:

@@ -119,11 +119,46 @@ def test_settings_and_tenants_of_the_values_reach_the_daemon(
         {"gpu": {"enabled": "yes"}},
         {"gpu": {"count": 1}},
         {"pool": {"sizeGiB": 1, "hostPath": "/x", "hugePages": {"size": "4Mi"}}},
+        {"pool": {"sizeGiB": 8192}},
+        {"config": {"tenants": {"a": {}}}},
+        {"config": {"tenants": {"a": {"uids": []}}}},
+        {"config": {"tenants": {"a": {"uids": [2**32 - 1]}}}},
+        {"config": {"tenants": {"": {"uids": [1]}}}},
+        {"config": {"tenants": {"a": {"uids": [1], "quota": "lots"}}}},
+        {"config": {"tenants": {"a": {"uids": [1], "quota": 25}}}},
+        {"config": {"operators": [2**32 - 1]}},
+        {"config": {"extent_bytes": "lots"}},
+        {"config": {"extent_bytes": 100}},
+        {"config": {"gpu_context_bytes": "10%"}},
+        {"config": {"gpu_staging_bytes": 1}},
+        {"config": {"socket_mode": "0400"}},
+        {"tiers": [{"name": "a", "kind": "tape"}]},
+        {"tiers": [{"name": "a", "kind": "disk", "queue_keys": 65537}]},
+        {"tiers": [{"name": "a", "kind": "disk", "reuse": 3}]},
     ],
 )
 def test_a_wrong_value_is_refused(chart: helm.Chart, wrong: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmValuesError):
         chart.validate_schema(wrong)
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"tenants": {"a": {"gids": [0, 2**32 - 2], "uids": [], "quota": 0}}},
+        {"tenants": {"a": {"uids": [1], "quota": 4096}, "b": {"uids": [2], "quota": "12.5 %"}}},
+        {"tenants": {"a": {"uids": [1], "quota": "1 gib"}, "b": {"uids": [2], "quota": "500MB"}}},
+        {"extent_bytes": "auto"},
+        {"extent_bytes": "8MiB", "gpu_context_bytes": 0, "gpu_staging_bytes": "1GiB"},
+        {"extent_bytes": 4096, "gpu_context_bytes": "16GiB", "gpu_staging_bytes": 1 << 20},
+        {"socket_mode": "0600"},
+    ],
+)
+def test_a_value_at_its_limit_is_taken_by_chart_and_daemon(
+    chart: helm.Chart, tmp_path: Path, right: dict[str, Any]
+) -> None:
+    read = settings(chart, tmp_path, {"config": right})
+    assert len(read.tenants) == len(right.get("tenants", {}))
 
 
 def test_the_pool_outlives_the_pod(chart: helm.Chart) -> None:

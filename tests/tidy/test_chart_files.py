@@ -7,6 +7,11 @@ import json
 import pytest
 
 from kvd import config
+from kvd.config.settings import MAX_TENANTS
+from kvd.config.tiers import KINDS, MEDIA, TIER_KEYS, WRITES
+from kvd.pool.config import MAX_POOL_BYTES
+from kvd.tiers.process import MAX_KEYS_QUEUED, MAX_READS_QUEUED, MAX_WRITES_QUEUED
+from kvd_proto.limits import MAX_TIERS
 from tests.tidy.source import ROOT
 
 CHART = ROOT / "helm" / "kvd"
@@ -29,6 +34,21 @@ def test_the_schema_knows_every_setting_that_the_chart_leaves_to_its_user() -> N
     known = schema["properties"]["config"]["properties"].keys()
     there_are = {setting.name for setting in config.SETTINGS}
     assert known == (there_are - SETTINGS_OF_THE_CHART) | {"tenants"}
+
+
+def test_the_schema_bounds_pool_tenants_and_tiers_as_the_daemon_does() -> None:
+    """What the schema lets through and the daemon refuses ends pods, one node after the other."""
+    known = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    assert known["pool"]["properties"]["sizeGiB"]["maximum"] == MAX_POOL_BYTES >> 30
+    assert known["config"]["properties"]["tenants"]["maxProperties"] == MAX_TENANTS
+    tier = known["tiers"]["items"]["properties"]
+    assert known["tiers"]["maxItems"] == MAX_TIERS
+    assert tier["kind"]["enum"] == list(KINDS)
+    assert tier["medium"]["enum"] == list(MEDIA)
+    assert tier["write"]["enum"] == list(WRITES)
+    assert tier.keys() == TIER_KEYS | {"volumes", "secretFiles"}
+    queues = {"keys": MAX_KEYS_QUEUED, "reads": MAX_READS_QUEUED, "writes": MAX_WRITES_QUEUED}
+    assert {name: tier[f"queue_{name}"]["maximum"] for name in queues} == queues
 
 
 NAMED = {setting.name: setting for setting in config.SETTINGS}
