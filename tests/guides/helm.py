@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("chart")
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--create-namespace", action="store_true")
-    parser.add_argument("--reuse-values", action="store_true")
+    parser.add_argument("--reset-then-reuse-values", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     given = parser.parse_args()
     values = helm.parse_set_string(",".join(given.set))
