@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvd.cli.exits import EXIT_FAILED, Failure
 from kvd.cli.printing import duration, show_json, size
 from kvd.cli.status import DEFAULT_INTERVAL, as_json
 from kvd.observability.printable import printable
@@ -71,32 +72,50 @@ def moved(before: Glance | None, now: Glance) -> Moved | None:
 def watch(look: Callable[[], pb.StatusResponse], given: SimpleNamespace) -> int:
     """Glance again and again: on a terminal in place, else one line or one object each time.
 
-    A terminal that can't move its cursor (TERM=dumb) has lines, too.
+    A terminal that can't move its cursor (TERM=dumb) has lines, too. A daemon that answered once
+    may be away for a while: its restart is what somebody watches. The status is the last look's.
     """
     looks = _looks(look, given)
     console = Console()
     if given.json or not sys.stdout.isatty() or console.is_dumb_terminal:
         for now, since in looks:
-            if given.json:
+            if isinstance(now, Failure):
+                now.show()
+            elif given.json:
                 show_json(as_json(now.status))
             else:
                 click.echo(line(now, since))
-        return 0
+        return _status_of(now)
     with Live(screen=True, auto_refresh=False, console=console) as live:
         for now, since in looks:
-            live.update(screen(now, since), refresh=True)
-    return 0
+            if isinstance(now, Failure):
+                live.update(Text(printable(now.message)), refresh=True)
+            else:
+                live.update(screen(now, since), refresh=True)
+    return _status_of(now)
+
+
+def _status_of(last: Glance | Failure) -> int:
+    return last.exit_code if isinstance(last, Failure) else 0
 
 
 def _looks(
     look: Callable[[], pb.StatusResponse], given: SimpleNamespace
-) -> Iterator[tuple[Glance, Moved | None]]:
+) -> Iterator[tuple[Glance, Moved | None] | tuple[Failure, None]]:
+    """One after the other; a Failure where nobody answers any more, and raised of the first."""
     before: Glance | None = None
     taken = 0
     while True:
-        now = Glance(look(), time.monotonic())
-        yield now, moved(before, now)
-        before, taken = now, taken + 1
+        try:
+            now = Glance(look(), time.monotonic())
+        except Failure as error:
+            if before is None or error.exit_code != EXIT_FAILED:
+                raise
+            yield error, None
+        else:
+            yield now, moved(before, now)
+            before = now
+        taken += 1
         if taken == given.count:
             return
         time.sleep(given.every or DEFAULT_INTERVAL)

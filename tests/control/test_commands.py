@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -219,6 +219,41 @@ def test_the_status_is_watched(stored: RunningDaemon, capsys: pytest.CaptureFixt
     lines = said(capsys, stored, *words).splitlines()
     assert len(lines) == 2
     assert all(f"blocks {BLOCKS}" in line and "GB/s" in line for line in lines)
+
+
+def _incarnation(lines: IO[str]) -> str:
+    return next(line for line in lines if '"incarnation"' in line)
+
+
+def test_a_restart_is_watched_to_its_end() -> None:
+    running = RunningDaemon()
+    running.start()
+    command = [sys.executable, "-m", "kvd", "status", "--watch", "--every", "0.2", "--json"]
+    try:
+        with subprocess.Popen(
+            [*command, "--socket", running.socket],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as watching_it:
+            assert watching_it.stdout is not None
+            assert watching_it.stderr is not None
+            try:
+                first = _incarnation(watching_it.stdout)
+                running.stop()
+                while "no daemon answers" not in watching_it.stderr.readline():
+                    assert watching_it.poll() is None
+                running.start()
+                while _incarnation(watching_it.stdout) == first:
+                    assert watching_it.poll() is None
+            finally:
+                watching_it.kill()
+    finally:
+        running.remove()
+
+
+def test_a_daemon_that_is_not_there_is_not_watched_for(tmp_path: Path) -> None:
+    assert main(["status", "--watch", "--socket", str(tmp_path / "kvd.sock")]) == 1
 
 
 @pytest.mark.parametrize(
