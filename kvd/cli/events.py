@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import grpc
 
 from kvd.cli.calls import linked
 from kvd.cli.options import NAMESPACE_ID, json_option, socket_options, timeout_option
@@ -43,7 +45,8 @@ def command(**flags: Any) -> int:
         stub = events_pb2_grpc.EventServiceStub(daemon.channel)
         stream = stub.WatchEvents(request, metadata=daemon.metadata)
         try:
-            for message in stream:
+            patience_s = None if given.follow else given.timeout
+            for message in messages(stream, patience_s):
                 for line in lines(message, as_json=given.json):
                     show_lines([line])
                     shown += 1
@@ -54,6 +57,29 @@ def command(**flags: Any) -> int:
         finally:
             stream.cancel()
     return 0
+
+
+def messages(stream: Any, patience_s: float | None) -> Iterator[pb.WatchEventsResponse]:
+    """What comes, each within `patience_s`; TimeoutError where a daemon hangs meanwhile.
+
+    The whole list may take as long as it takes: millions of blocks, or a reader that pauses.
+    """
+    while True:
+        watch = threading.Timer(patience_s or 0.0, stream.cancel)
+        watch.daemon = True
+        if patience_s is not None:
+            watch.start()
+        try:
+            message = next(stream, None)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                raise
+            raise TimeoutError("timed out") from None
+        finally:
+            watch.cancel()
+        if message is None:
+            return
+        yield message
 
 
 def lines(message: pb.WatchEventsResponse, *, as_json: bool) -> Iterator[str]:

@@ -19,7 +19,8 @@ from kvd.cli import events, explain, watching
 from kvd.cli.commands import COMMANDS
 from kvd.cli.status import as_json
 from kvd.config.values import place
-from kvd_proto.v1 import events_pb2, operator_pb2
+from kvd_client.daemon import greeted
+from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc, operator_pb2
 from tests.control.running_daemon import RunningDaemon
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
@@ -110,6 +111,19 @@ def test_events_are_followed_from_now_on(stored: RunningDaemon) -> None:
     finally:
         following.kill()
         following.wait()
+
+
+def test_a_list_of_blocks_is_not_waited_for_longer_than_was_said(stored: RunningDaemon) -> None:
+    with greeted(stored.socket, companion_pb2.PEER_ROLE_TOOL, "test", 10.0) as link:
+        stub = events_pb2_grpc.EventServiceStub(link.channel)
+        os.kill(stored.pid, signal.SIGSTOP)
+        try:
+            request = events_pb2.WatchEventsRequest()
+            stream = stub.WatchEvents(request, metadata=link.metadata)
+            with pytest.raises(TimeoutError):
+                list(events.messages(stream, 0.5))
+        finally:
+            os.kill(stored.pid, signal.SIGCONT)
 
 
 def test_clear_asks_first(stored: RunningDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
