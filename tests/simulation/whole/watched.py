@@ -49,7 +49,7 @@ class CheckedMachine(Machine):
         ledger = world.ledger
         ledger.now_ns = world.loop.now_ns()
         if self.state.emptying or self.state.retiring:
-            self._check_promises(now_ns, longest)
+            self._check_promises(longest)
         ledger.observe(event, orders)
         for row in self.state.emptying.values():
             if row.emptied_ns == now_ns and row.row not in self._emptying:
@@ -72,11 +72,14 @@ class CheckedMachine(Machine):
             invariants.check(self)
         return orders
 
-    def _check_promises(self, now_ns: int, longest: int) -> None:
-        """I3: rows with leases are emptied only for who has waited for long."""
+    def _check_promises(self, longest: int) -> None:
+        """I3: rows with leases are emptied only for who has waited for long.
+
+        With those, too, that were taken while a row was being emptied.
+        """
         given_up = self._world.ledger.given_up
         for number, row in (*self.state.emptying.items(), *self.state.retiring.items()):
-            if row.emptied_ns == now_ns and row.leases is not None and number not in given_up:
+            if row.leases is not None and number not in given_up:
                 assert longest >= PROMISED_NS, f"row {number} is emptied in spite of leases (I3)"
                 given_up.add(number)
 
