@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import resource
 import socket
 import sys
 import threading
+from pathlib import Path
 
 from kvd.linux import calls, signals
 from kvd.processes.framing import BadFrame, FrameReader, Kind, frame
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
+COREDUMP_FILTER = Path("/proc/self/coredump_filter")  # which memory a core has; 0 is none
 _RECEIVE_BYTES = 64 << 10
 
 
@@ -70,8 +73,11 @@ def bind_life_to(parent: int) -> None:
     calls.die_with_parent()
     if os.getppid() != parent:
         os._exit(0)  # it went before the line above could see it
-    # A core would hold other people's prompts; every mapped extent costs a descriptor.
+    # A core would hold other people's prompts; every mapped extent costs a descriptor. A limit does
+    # not count where the kernel hands cores to a program: it would wait for gigabytes to be read.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        COREDUMP_FILTER.write_text("0")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     threading.excepthook = _die_of
