@@ -113,6 +113,12 @@ def own_descriptors() -> Iterator[int]:
         yield int(name.name)
 
 
+def leave_memory_out_of_cores() -> None:
+    """A core of this process has no memory in it, where the kernel writes cores at all."""
+    with contextlib.suppress(OSError):
+        (PROC / "self" / "coredump_filter").write_text("0")
+
+
 def count_own_descriptors() -> int:
     """How many descriptors this process has open."""
     directory = PROC / "self" / "fd"

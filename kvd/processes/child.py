@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
 import resource
 import socket
 import sys
 import threading
-from pathlib import Path
 
-from kvd.linux import calls, signals
+from kvd.linux import calls, proc, signals
 from kvd.processes.framing import BadFrame, FrameReader, Kind, frame
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
-COREDUMP_FILTER = Path("/proc/self/coredump_filter")  # which memory a core has; 0 is none
 _RECEIVE_BYTES = 64 << 10
 
 
@@ -76,8 +73,7 @@ def bind_life_to(parent: int) -> None:
     # A core would hold other people's prompts; every mapped extent costs a descriptor. A limit does
     # not count where the kernel hands cores to a program: it would wait for gigabytes to be read.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):
-        COREDUMP_FILTER.write_text("0")
+    proc.leave_memory_out_of_cores()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     threading.excepthook = _die_of
