@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import os
 import secrets
@@ -54,14 +55,20 @@ def credentials_of(connection: socket.socket) -> Credentials:
     pid, uid, gid = _ids_of(connection)
     try:
         pidfd: int | None = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:
-        try:
-            pidfd = os.pidfd_open(pid) if pid else None
-        except OSError:
-            pidfd = None
+    except OSError as error:
+        # Only a kernel before 6.5 is asked by number: what later ones before 6.16 refuse is a peer
+        # that has ended, whose number may be another's by now.
+        pidfd = _pidfd_of(pid) if error.errno == errno.ENOPROTOOPT else None
     if pidfd is not None:
         os.set_inheritable(pidfd, False)
     return Credentials(uid, gid, pid, pidfd)
+
+
+def _pidfd_of(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid) if pid else None
+    except OSError:
+        return None
 
 
 def user_of(connection: socket.socket) -> int:
