@@ -249,7 +249,7 @@ def takes_us(scene: Scene) -> bool:
     """Whether the daemon has a descriptor for us: it may not have closed the others' yet."""
     try:
         scene.status()
-    except (grpc.RpcError, OSError):
+    except (grpc.RpcError, CompanionRefused, OSError):
         scene.forget_caller()
         return False
     return True
