@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import places
 from kvd import native
 
 
@@ -47,18 +46,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def machine() -> dict[str, Any]:
     """Where and of what commit a figure comes; `cores` are those that may be used."""
-    commit = os.environ.get("KVD_COMMIT", "")  # where the files came without git
-    if not commit and shutil.which("git") is not None:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parent,
-        ).stdout.strip()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "commit": commit or "unknown",
+        "commit": places.commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),

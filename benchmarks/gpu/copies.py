@@ -350,7 +350,7 @@ def main() -> int:
     document = {
         "benchmark": "gpu.copies",
         "device": {"name": cuda.name(), "uuid": cuda.uuid(), "cuda": cuda.version()},
-        "machine": report.machine() | {"commit": places.commit()},
+        "machine": report.machine(),
         "rounds": size.rounds,
         "verdicts": [verdict.plain() for verdict in judged],
         "results": found,

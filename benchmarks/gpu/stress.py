@@ -342,7 +342,7 @@ def main() -> int:
     document = {
         "benchmark": "gpu.stress",
         "device": {"name": cuda.name(), "uuid": cuda.uuid(), "cuda": cuda.version()},
-        "machine": report.machine() | {"commit": places.commit()},
+        "machine": report.machine(),
         "seed": options.seed,
         "results": rows,
     }
