@@ -7,6 +7,7 @@ import math
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,6 +129,17 @@ class Client(threading.Thread):
     def _reset(self) -> None:
         """From now on it finds nothing that it has not stored since."""
         self.epoch = str(self._probe.ask("reset")["epoch"])
+
+
+def run_all(clients: Sequence[Client], *beside: threading.Thread) -> None:
+    """Returns once all have ended. Raises what one of the clients met."""
+    for thread in (*clients, *beside):
+        thread.start()
+    for thread in (*clients, *beside):
+        thread.join()
+    for client in clients:
+        if client.trouble is not None:
+            raise client.trouble
 
 
 class Survivor(Client):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.scene import MIB, Scene
 from tests.linear.checker import Call, Kind, faults, possible
-from tests.linear.clients import History, Killer, Survivor
+from tests.linear.clients import History, Killer, Survivor, run_all
 
 ORDERS = int(os.environ.get("KVD_LINEAR_ORDERS", "60"))  # of each engine
 DEATHS = max(4, ORDERS // 15)
@@ -55,12 +55,7 @@ def test_what_was_said_to_be_stored_outlives_the_daemon() -> None:
         clients = [Survivor(probe, said, ORDERS, resets=False) for probe in probes]
         clients[0].clear_by(scene)
         killer = Killer(scene, DEATHS)
-        for thread in (*clients, killer):
-            thread.start()
-        for thread in (killer, *clients):
-            thread.join()
-        for trouble in (client.trouble for client in clients if client.trouble is not None):
-            raise trouble
+        run_all(clients, killer)
     finally:
         scene.close()
     assert not said.wrong

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.scene import MIB, Scene
 from tests.linear.checker import Call, Kind, faults, possible
-from tests.linear.clients import Client, History, Watcher
+from tests.linear.clients import Client, History, Watcher, run_all
 from tests.waiting import wait_until
 
 ORDERS = int(os.environ.get("KVD_LINEAR_ORDERS", "120"))  # of each engine
@@ -88,15 +88,10 @@ def history() -> History:
             Client(probe, said, ORDERS, resets=probe.engine_id == "resetter") for probe in probes
         ]
         clients[0].clear_by(scene)
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
+        run_all(clients)
         due = scene.status().event_sequence
         wait_until(lambda: watcher.sequence >= due, "every event")
         watcher.close()
-        for trouble in (client.trouble for client in clients if client.trouble is not None):
-            raise trouble
     finally:
         scene.close()
     for epoch, key, heard in watcher.removed:

@@ -29,6 +29,7 @@ FORKS.set_forkserver_preload(  # what an engine imports on its way
 )
 
 if TYPE_CHECKING:
+    from tests.vllm.late_device import LateDevice
     from tests.vllm.rank_rig import RankRig
 
 StartEngine = Callable[..., Engine]
@@ -171,3 +172,21 @@ def start_rig() -> Iterator[StartRig]:
 
     with rigs() as start:
         yield start
+
+
+@pytest.fixture
+def late_device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """What ranks take for their device: it runs late."""
+    from kvd_client.integrations.vllm.rank import worker as rank_side
+    from tests.vllm.late_device import LateDevice
+
+    made = LateDevice()
+    monkeypatch.setattr(rank_side, "compute_end", made.end)
+    return made
+
+
+@pytest.fixture
+def late_rig(kvd: NodeDaemon, late_device: LateDevice, start_rig: StartRig) -> Iterator[RankRig]:
+    """A rank over such a device."""
+    yield start_rig(kvd)
+    late_device.let_run()  # before the rig ends

@@ -20,9 +20,6 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvd_client.integrations.vllm.connector import KvdConnector
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata
-from kvd_client.integrations.vllm.rank import worker as rank_side
-from tests.daemon_process import DaemonProcess
-from tests.vllm.conftest import StartRig
 from tests.vllm.late_device import LateDevice
 from tests.vllm.rank_rig import PATIENCE_S, RankRig, vllm_job
 
@@ -31,22 +28,9 @@ RunStep = Callable[[KvdConnectorMetadata, Forward | None], Any]
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    made = LateDevice()
-    monkeypatch.setattr(rank_side, "compute_end", made.end)
-    return made
-
-
-@pytest.fixture
-def rig(kvd: DaemonProcess, device: LateDevice, start_rig: StartRig) -> Iterator[RankRig]:
-    yield start_rig(kvd)
-    device.let_run()  # before the rig ends
-
-
-@pytest.fixture
-def connector(rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvdConnector]:
-    """The worker's connector, as vLLM's runners find it, over the rig's rank."""
-    (rank,) = rig.ranks
+def connector(late_rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvdConnector]:
+    """The worker's connector, as vLLM's runners find it, over the late_rig's rank."""
+    (rank,) = late_rig.ranks
     made = KvdConnector.__new__(KvdConnector)
     sides = {"connector_worker": rank.worker, "connector_scheduler": None}
     ours = {"_kvd_worker": rank.worker, "_kvd_scheduler": None}
@@ -65,8 +49,8 @@ def scheduled(orders: KvdConnectorMetadata) -> Any:
 class SecondRunner:
     """As much of vLLM's second model runner as the connector sees."""
 
-    def __init__(self, rig: RankRig) -> None:
-        (rank,) = rig.ranks
+    def __init__(self, late_rig: RankRig) -> None:
+        (rank,) = late_rig.ranks
         self.hooks = ActiveKVConnector(SimpleNamespace(), rank.kv)
 
     def run(self, orders: KvdConnectorMetadata, forward: Forward | None) -> Any:
@@ -79,13 +63,13 @@ class SecondRunner:
         return self.hooks.post_forward(set())
 
 
-def second_runner(rig: RankRig, device: LateDevice) -> SecondRunner:
+def second_runner(late_rig: RankRig, late_device: LateDevice) -> SecondRunner:
     """Such a runner, which registers the rank's memory anew; ready, and the device held."""
-    device.let_run()
-    rig.store("ready", [0])
-    made = SecondRunner(rig)
-    rig.load_when_back("ready", [0])
-    device.hold()
+    late_device.let_run()
+    late_rig.store("ready", [0])
+    made = SecondRunner(late_rig)
+    late_rig.load_when_back("ready", [0])
+    late_device.hold()
     return made
 
 
@@ -100,90 +84,93 @@ def run_first(orders: KvdConnectorMetadata, forward: Forward | None) -> Any:
 
 @pytest.fixture(params=["first", "second"])
 def run_step(
-    request: pytest.FixtureRequest, rig: RankRig, device: LateDevice, connector: KvdConnector
+    request: pytest.FixtureRequest,
+    late_rig: RankRig,
+    late_device: LateDevice,
+    connector: KvdConnector,
 ) -> RunStep:
     """Takes a step, with this launched as its forward; with None it has none."""
     if request.param == "first":
         return run_first
-    return second_runner(rig, device).run
+    return second_runner(late_rig, late_device).run
 
 
-def run_until_received(rig: RankRig, run_step: RunStep, *names: str) -> None:
+def run_until_received(late_rig: RankRig, run_step: RunStep, *names: str) -> None:
     """Steps without a forward until the loads of these requests have ended, none of them failed."""
     lacking, deadline = set(names), time.monotonic() + PATIENCE_S
     while lacking:
         assert time.monotonic() < deadline, f"the loads of {lacking} do not end"
-        told = run_step(rig.metadata(), None)
+        told = run_step(late_rig.metadata(), None)
         assert not told.failed_recving
         lacking -= told.finished_recving or set()
 
 
 @pytest.mark.parametrize("has_forward", [True, False])
 def test_a_load_begins_once_what_the_step_before_launched_has_run(
-    rig: RankRig, device: LateDevice, run_step: RunStep, has_forward: bool
+    late_rig: RankRig, late_device: LateDevice, run_step: RunStep, has_forward: bool
 ) -> None:
     """With asynchronous scheduling the block is a new request's while that step still runs."""
-    (rank,) = rig.ranks
-    device.let_run()
+    (rank,) = late_rig.ranks
+    late_device.let_run()
     content = rank.block(0, 5)
-    rig.store("stale", [5])
-    device.hold()
+    late_rig.store("stale", [5])
+    late_device.hold()
     ran: list[str] = []
 
     def overwrite() -> None:
         rank.put(0, 12, content + 1)
         ran.append("the step before")
 
-    run_step(rig.metadata(), lambda: device.launch(overwrite))
-    job = rig.draft("stale", [12])
-    rig.send(loads=[job])
-    forward = (lambda: device.launch(lambda: ran.append("its own"))) if has_forward else None
-    assert not run_step(rig.metadata(loads=[job]), forward).finished_recving
-    device.let_run()
-    run_until_received(rig, run_step, "stale")
+    run_step(late_rig.metadata(), lambda: late_device.launch(overwrite))
+    job = late_rig.draft("stale", [12])
+    late_rig.send(loads=[job])
+    forward = (lambda: late_device.launch(lambda: ran.append("its own"))) if has_forward else None
+    assert not run_step(late_rig.metadata(loads=[job]), forward).finished_recving
+    late_device.let_run()
+    run_until_received(late_rig, run_step, "stale")
     assert ran == ["the step before"], "it waited for more, or for less"
     assert torch.equal(rank.block(0, 12), content)
 
 
 def test_a_store_begins_once_its_own_forward_has_run(
-    rig: RankRig, device: LateDevice, run_step: RunStep
+    late_rig: RankRig, late_device: LateDevice, run_step: RunStep
 ) -> None:
-    (rank,) = rig.ranks
+    (rank,) = late_rig.ranks
     content = torch.full_like(rank.block(0, 3), 33)
-    job = rig.draft("late store", [3])
-    rig.send(stores=[job])
+    job = late_rig.draft("late store", [3])
+    late_rig.send(stores=[job])
     first = run_step(
-        rig.metadata(stores=[job]), lambda: device.launch(lambda: rank.put(0, 3, content))
+        late_rig.metadata(stores=[job]), lambda: late_device.launch(lambda: rank.put(0, 3, content))
     )
     assert first.kv_connector_worker_meta is None
-    device.let_run()
-    while (told := run_step(rig.metadata(), None).kv_connector_worker_meta) is None:
+    late_device.let_run()
+    while (told := run_step(late_rig.metadata(), None).kv_connector_worker_meta) is None:
         time.sleep(0.001)
     assert told.completed_jobs == {vllm_job(job.job_id): 1}
     assert told.failed_jobs == set()
-    again = rig.draft("late store", [10])
-    rig.send(loads=[again])
-    run_step(rig.metadata(loads=[again]), None)
-    run_until_received(rig, run_step, "late store")
+    again = late_rig.draft("late store", [10])
+    late_rig.send(loads=[again])
+    run_step(late_rig.metadata(loads=[again]), None)
+    run_until_received(late_rig, run_step, "late store")
     assert torch.equal(rank.block(0, 10), content)
 
 
 def test_a_capture_between_two_steps_neither_begins_nor_loses_a_copy(
-    rig: RankRig, device: LateDevice, connector: KvdConnector
+    late_rig: RankRig, late_device: LateDevice, connector: KvdConnector
 ) -> None:
     """VLLM's second runner switches the connector off where it runs the model for itself."""
-    (rank,) = rig.ranks
-    runner = second_runner(rig, device)
-    device.let_run()
+    (rank,) = late_rig.ranks
+    runner = second_runner(late_rig, late_device)
+    late_device.let_run()
     content = rank.block(0, 6)
     for name in ("before", "after"):
-        rig.store(name, [6])
-    before, after = rig.draft("before", [13]), rig.draft("after", [14])
-    rig.send(loads=[before, after])
-    device.hold()
-    runner.run(rig.metadata(loads=[before]), lambda: None)
+        late_rig.store(name, [6])
+    before, after = late_rig.draft("before", [13]), late_rig.draft("after", [14])
+    late_rig.send(loads=[before, after])
+    late_device.hold()
+    runner.run(late_rig.metadata(loads=[before]), lambda: None)
     runner.hooks.set_disabled(True)
-    captured = scheduled(rig.metadata(loads=[after]))
+    captured = scheduled(late_rig.metadata(loads=[after]))
     runner.hooks.pre_forward(captured)
     runner.hooks.reset_capture_state()
     captures: list[str] = []
@@ -192,13 +179,13 @@ def test_a_capture_between_two_steps_neither_begins_nor_loses_a_copy(
         rank.put(0, 14, content + 1)
         captures.append("has run")
 
-    device.launch(capture)
+    late_device.launch(capture)
     assert runner.hooks.post_forward(set()) is None
     assert runner.hooks.no_forward(captured).kv_connector_output is None
     runner.hooks.set_disabled(False)
-    assert not runner.run(rig.metadata(loads=[after]), None).finished_recving
-    device.let_run()
-    run_until_received(rig, runner.run, "before", "after")
+    assert not runner.run(late_rig.metadata(loads=[after]), None).finished_recving
+    late_device.let_run()
+    run_until_received(late_rig, runner.run, "before", "after")
     assert captures == ["has run"]
     assert torch.equal(rank.block(0, 13), content)
     assert torch.equal(rank.block(0, 14), content)
