@@ -51,10 +51,11 @@ class Client(threading.Thread):
     def __init__(self, probe: Probe, history: History, orders: int, *, resets: bool) -> None:
         super().__init__(name=probe.engine_id)
         self._probe, self._history = probe, history
-        self._dice, self._orders = random.Random(probe.engine_id), orders
+        self._dice, self.orders = random.Random(probe.engine_id), orders
         self._resets = resets
         self._clears: Scene | None = None
         self.epoch = str(probe.ask("status")["epoch"])
+        self.begun = 0  # orders
         self.trouble: BaseException | None = None
 
     def clear_by(self, scene: Scene) -> None:
@@ -63,7 +64,8 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            for _ in range(self._orders):
+            for _ in range(self.orders):
+                self.begun += 1
                 self._one()
         except BaseException as error:  # noqa: BLE001 - the test's thread tells it
             self.trouble = error
@@ -159,20 +161,31 @@ class Survivor(Client):
 
 
 class Killer(threading.Thread):
-    """Kills the daemon (-9) at random moments, and starts it again."""
+    """Kills the daemon (-9) and starts it again, at random moments within the clients' orders.
 
-    def __init__(self, scene: Scene, deaths: int) -> None:
+    Deaths lie evenly among the orders, so as many are before each on a fast machine as on a slow.
+    """
+
+    def __init__(self, scene: Scene, clients: Sequence[Client], deaths: int) -> None:
         super().__init__()
-        self._daemon, self._deaths = scene.daemon, deaths
+        self._daemon, self._clients, self._deaths = scene.daemon, clients, deaths
         self._dice = random.Random(11)
         self.died_at: list[float] = []
 
     def run(self) -> None:
-        for _ in range(self._deaths):
-            time.sleep(self._dice.uniform(0.2, 1.5))
+        orders = sum(client.orders for client in self._clients)
+        for death in range(1, self._deaths + 1):
+            self._wait_for(orders * death // (self._deaths + 1))
+            time.sleep(self._dice.uniform(0, 0.05))  # within one
             self._daemon.kill()
             self.died_at.append(time.monotonic())
             self._daemon.start()
+
+    def _wait_for(self, orders: int) -> None:
+        while sum(client.begun for client in self._clients) < orders:
+            if not any(client.is_alive() for client in self._clients):
+                return  # they have failed, and say why
+            time.sleep(0.001)
 
 
 class Watcher(threading.Thread):

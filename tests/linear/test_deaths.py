@@ -54,7 +54,7 @@ def test_what_was_said_to_be_stored_outlives_the_daemon() -> None:
         probes = scene.engines("one", "two", "three", "four", block_bytes=BLOCK_BYTES)
         clients = [Survivor(probe, said, ORDERS, resets=False) for probe in probes]
         clients[0].clear_by(scene)
-        killer = Killer(scene, DEATHS)
+        killer = Killer(scene, clients, DEATHS)
         run_all(clients, killer)
     finally:
         scene.close()
