@@ -5,15 +5,18 @@ and as 64 fragments of 32 KiB, 1 GiB in all, shuffled ids, one and two engines a
 timed from the first `Step` to the board's last word, so it holds the protocol, the core and the
 slot table too. The floor: memcpy of mapped, touched memory in as many threads as there are
 movers, in the same pairs, under the movers' own libc settings, which make memcpy of large blocks
-faster. Then two daemons in pairs: with checksums beside without, and the native library beside
-numpy; and jobs of 64 blocks beside jobs of 256. Two daemons that are alike say what such a
-comparison is worth. Memory that lies scattered is set aside first (`scattered.py`).
+faster. Where memory happens to lie is worth a tenth to either side, so a figure is of several
+starts of both, a few pairs each. Then two daemons in pairs: with checksums beside without, and the
+native library beside numpy; and jobs of 64 blocks beside jobs of 256. Two daemons that are alike
+say what such a comparison is worth. Memory that lies scattered is set aside first
+(`scattered.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -43,6 +46,7 @@ WAYS: dict[str, tuple[Way, Way, float | None]] = {
     "native x numpy": (UNCHECKED, ("false", "off", 256), 1.0),
 }
 FRESH_BYTES = 256 * MIB
+STARTS = 5  # of a daemon with its engines, and of the floor: each has memory anew
 
 
 class Pass:
@@ -62,12 +66,14 @@ class Pass:
                 keys(self._prefix * 8 + number, engine.blocks)
                 for number, engine in enumerate(self.engines)
             ]
-        work = [
-            (engine, stored, self._shuffle.permutation(engine.blocks).tolist())
+        steps = [
+            engine.step_of(kind, stored, self._shuffle.permutation(engine.blocks).tolist())
             for engine, stored in zip(self.engines, self._stored, strict=True)
         ]
+        failed: list[int] = []
         threads = [
-            threading.Thread(target=e.run, args=(kind, hashes, ids)) for e, hashes, ids in work
+            threading.Thread(target=lambda e=e, step=step: failed.append(e.run_jobs(*step)))
+            for e, step in zip(self.engines, steps, strict=True)
         ]
         began = time.perf_counter()
         for thread in threads:
@@ -75,43 +81,56 @@ class Pass:
         for thread in threads:
             thread.join()
         seconds = time.perf_counter() - began
+        assert failed == [0] * len(threads), f"jobs that failed, by engine: {failed}"
         return sum(e.blocks for e in self.engines) * BLOCK_BYTES / seconds / 1e9
 
 
 def steady(total: int, pairs: int) -> list[dict[str, Any]]:
     """Rows by number of engines, layout and direction."""
     rows = []
-    for count in (1, 2):
-        floor = Floor(total, count)
-        for layout, fragments in FRAGMENTS.items():
-            with daemon(2 * total) as running:
-                blocks = total // count // BLOCK_BYTES
-                engines = [
-                    BenchEngine(running.socket, f"e{n}", blocks, fragments=fragments)
-                    for n in range(count)
-                ]
-                passes = Pass(engines)
-                for kind in ("store", "load"):
+    for count, layout in itertools.product((1, 2), FRAGMENTS):
+        speeds = {kind: (list[float](), list[float]()) for kind in ("store", "load")}
+        for number in range(STARTS):
+            with started(total, count, FRAGMENTS[layout], floor_first=number % 2 == 0) as sides:
+                passes, floor = sides
+                for kind, both in speeds.items():
                     for _ in range(3 if kind == "store" else 1):  # the pool is full from then on
                         passes.gb_per_s(kind)
-                    ours, memcpy = report.interleaved(
-                        partial(passes.gb_per_s, kind), floor.run, pairs
+                    some = report.interleaved(
+                        partial(passes.gb_per_s, kind), floor.run, -(-pairs // STARTS)
                     )
-                    rows.append(
-                        {
-                            "engines": count,
-                            "layout": layout,
-                            "direction": kind,
-                            "gb_per_s": report.Spread.of(ours),
-                            "memcpy_gb_per_s": report.Spread.of(memcpy),
-                            "ratio": report.ratios(ours, memcpy),
-                            "bar": BARS[layout, count],
-                        }
-                    )
-                    print(f"  {count} engines, {layout}, {kind}: {rows[-1]['ratio']}", flush=True)
-                for engine in engines:
-                    engine.close()
+                    for speeds_so_far, more in zip(both, some, strict=True):
+                        speeds_so_far.extend(more)
+        for kind, (ours, memcpy) in speeds.items():
+            rows.append(
+                {
+                    "engines": count,
+                    "layout": layout,
+                    "direction": kind,
+                    "gb_per_s": report.Spread.of(ours),
+                    "memcpy_gb_per_s": report.Spread.of(memcpy),
+                    "ratio": report.ratios(ours, memcpy),
+                    "bar": BARS[layout, count],
+                }
+            )
+            print(f"  {count} engines, {layout}, {kind}: {rows[-1]['ratio']}", flush=True)
     return rows
+
+
+@contextlib.contextmanager
+def started(
+    total: int, count: int, fragments: int, *, floor_first: bool
+) -> Iterator[tuple[Pass, Floor]]:
+    """So many engines at a daemon of theirs, and the floor: its memory is taken first, or last."""
+    floor = Floor(total, count) if floor_first else None
+    with daemon(2 * total) as running:
+        blocks = total // count // BLOCK_BYTES
+        engines = [
+            BenchEngine(running.socket, f"e{n}", blocks, fragments=fragments) for n in range(count)
+        ]
+        yield Pass(engines), floor or Floor(total, count)
+        for engine in engines:
+            engine.close()
 
 
 def beside(total: int, pairs: int) -> list[dict[str, Any]]:
