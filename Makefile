@@ -5,6 +5,10 @@ SHELL := /bin/bash
 .PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim planted mutants fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
   gpu-check cluster-up cluster-down release clean
 
+# Where bytecode is not to be written, each of the thousands of processes that tests start would
+# compile all of kvd anew: half of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Most tests wait more than they compute: so many modules run at a time, on two processors too.
