@@ -107,6 +107,22 @@ def test_a_download_is_named_by_repository_and_commit_wherever_it_lies(tmp_path:
     assert short_model_name(str(one)) == "org/name"
 
 
+def test_several_models_of_one_download_have_names_of_their_own(tmp_path: Path) -> None:
+    place = snapshot(tmp_path)
+    models = [place / "step-1", place / "step-2", place / "step-1" / "best"]
+    for number, folder in enumerate(models):
+        folder.mkdir()
+        blob = tmp_path / "models--org--name" / "blobs" / f"weights-{number}"
+        blob.write_bytes(b"weights")
+        (folder / "model.safetensors").symlink_to(blob)
+    for quantised in ("q4.gguf", "q8.gguf"):
+        (place / quantised).symlink_to("../../blobs/feed")
+    names = [named(each) for each in (place, *models, place / "q4.gguf", place / "q8.gguf")]
+    assert len(set(names)) == len(names)
+    assert all(f"org/name@{COMMIT}" in name.name for name in names)
+    assert named(f"{models[0]}/") == named(models[0])
+
+
 def test_a_download_that_was_changed_is_not_named_by_its_commit(tmp_path: Path) -> None:
     place = snapshot(tmp_path)
     file = place / "model.safetensors"

@@ -1,9 +1,9 @@
 """A name for an engine's weights, which two engines share only when their weights are the same.
 
-Weights are named by their repository and commit where the files are untouched downloads of the
-Hugging Face hub, else by a digest of the local files' names, sizes, times and samples of what is
-in them. A whole file is not read: that would take as long as loading it. Where neither can be
-had, the answer is why not, and the engine must not share.
+Weights are named by their repository, commit and place within it where the files are untouched
+downloads of the Hugging Face hub, else by a digest of the local files' names, sizes, times and
+samples of what is in them. A whole file is not read: that would take as long as loading it. Where
+neither can be had, the answer is why not, and the engine must not share.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _local_path(model: str, model_config: Any, load_config: Any) -> Path:
 
 
 def _name_path(path: Path, *, with_code: bool) -> str:
-    """Repository and commit, or the files' digest. ValueError where there are no weights."""
+    """Repository, commit and place, or the files' digest. ValueError where there are no weights."""
     root = path if path.is_dir() else path.parent
     files = sorted(_weight_files(path, with_code=with_code))
     if not any(file.suffix != ".py" for file in files):
@@ -120,7 +120,8 @@ def _name_path(path: Path, *, with_code: bool) -> str:
     snapshot = SNAPSHOT.search(str(root.absolute()))
     if snapshot is not None and all(_blob_of(file) for file in files):
         repository = snapshot["repository"].replace("--", "/", 1)
-        return f"{repository}@{snapshot['commit']}"
+        within = str(path.absolute())[snapshot.end() :]  # a repository may hold several models
+        return f"{repository}@{snapshot['commit']}" + (f"/{within}" if within else "")
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.relative_to(root)}\0{_describe_file(file)}\0".encode())
