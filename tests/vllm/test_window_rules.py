@@ -1,4 +1,4 @@
-"""Which blocks of a sliding window are never stored, by vLLM's own records of a request."""
+"""Which blocks of a request are stored, and which of a window never, by vLLM's own records."""
 
 from __future__ import annotations
 
@@ -65,3 +65,16 @@ def test_a_failed_store_is_offered_again_only_where_blocks_stay(
     status = made._req_status["r"]
     made._rewind(status, {make_offload_key(b"hash", 0)})
     assert status.group_states[0].next_stored_chunk_idx == offered_from
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_what_a_failed_load_did_not_bring_is_offered_once_it_is_computed(
+    window: int | None,
+) -> None:
+    made = scheduler_of(window)
+    made._jobs = {7: SimpleNamespace(req_id="r", is_store=False, keys=set())}
+    failed: list[Any] = []
+    made.manager.tracked, made.manager.fail_load = (lambda context: context), failed.append
+    made._fail(7)
+    assert failed == [CONTEXT]
+    assert made._req_status["r"].group_states[0].next_stored_chunk_idx == 0

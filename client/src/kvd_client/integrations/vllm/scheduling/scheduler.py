@@ -551,6 +551,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
         tracked = self.manager.tracked(status.req_context)
         if not job.is_store:
             self.manager.fail_load(tracked)
+            for state in status.group_states:
+                state.next_stored_chunk_idx = 0  # vLLM took for stored what was to be loaded
             return
         if not self.manager.fail_stores(tracked, job.keys):
             return
