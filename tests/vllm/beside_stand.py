@@ -1,6 +1,7 @@
-"""An engine whose other connector loads into blocks that kvd still stores from.
+"""Engines with another connector beside kvd's. Run in a process of their own.
 
-Run in a process of its own.
+One's other connector loads into blocks that kvd still stores from. Another one's fails to load
+within a step.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from tests.vllm.engine import prompt
-from tests.vllm.other_loads import PREFIX, OtherLoads
+from tests.vllm.other_loads import PREFIX, FailingLoads, OtherLoads
 from tests.vllm.scheduler_stand import Stand, StandOptions
 from tests.vllm.stand_process import stand_with_kvd
 
@@ -31,28 +34,37 @@ OTHER = {
 }
 
 
-class BesideStand(Stand):
-    """kvd's connector and the other one under vLLM's MultiConnector."""
+class MultiStand(Stand):
+    """kvd's connector and another one under vLLM's MultiConnector."""
 
-    def __init__(self, model: str, transfer: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, transfer: dict[str, Any], other: dict[str, Any], options: StandOptions
+    ) -> None:
         both = {
             "kv_connector": "MultiConnector",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
-                "connectors": [{**transfer, "kv_role": "kv_both"}, OTHER]
+                "connectors": [{**transfer, "kv_role": "kv_both"}, other]
             },
         }
-        super().__init__(model, both, OPTIONS)
-        (cache,) = self.caches.values()
-        storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-        self.memory = storage[: storage.numel() // (BLOCKS + 1) * (BLOCKS + 1)]
-        self.memory = self.memory.reshape(BLOCKS + 1, -1)
-        OtherLoads.memory = self.memory
+        super().__init__(model, both, options)
 
     @property
     def connector(self) -> Any:
         """The one of kvd."""
         return self.scheduler.connector.sub_connectors[0]
+
+
+class BesideStand(MultiStand):
+    """The other one spoils what it loads."""
+
+    def __init__(self, model: str, transfer: dict[str, Any]) -> None:
+        super().__init__(model, transfer, OTHER, OPTIONS)
+        (cache,) = self.caches.values()
+        storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+        self.memory = storage[: storage.numel() // (BLOCKS + 1) * (BLOCKS + 1)]
+        self.memory = self.memory.reshape(BLOCKS + 1, -1)
+        OtherLoads.memory = self.memory
 
     def loaded(self, name: str, tokens: list[int]) -> list[int]:
         """The distinct bytes that a request finds where kvd loads for it."""
@@ -67,8 +79,42 @@ class BesideStand(Stand):
         return sorted(set(held.flatten().tolist()))
 
 
-def serve(orders: Connection, socket: str) -> None:
-    """Store a request's blocks while its mover is held, and let the other connector load."""
+def found_after_a_failed_load(stand: MultiStand) -> dict[str, Any]:
+    """How many tokens are found of a request of which a load failed, and of one that shared it
+    as long as nobody knew; and then of one that came when all was computed."""
+    tokens = prompt("fails", 112)
+    failing = stand.request(PREFIX, [*tokens, 1, 2, 3], 3)
+    beside = stand.request("beside", [*tokens, 4, 5, 6], 3)
+    stand.add(failing)
+    stand.add(beside)
+    stand.drain()
+    found = []
+    for name in ("doubtful", "computed"):
+        stand.forget_device()
+        stand.add(stand.request(name, [*tokens, 7], 1))
+        stand.drain()
+        found.append(stand.taken.cached_tokens[name])
+    return {"failed": FailingLoads.has_failed, "found": found}
+
+
+def serve_failing(orders: Connection, socket: str, asynchronous: bool) -> None:
+    """Let the other connector fail within a step."""
+    options = replace(OPTIONS, num_blocks=64, asynchronous=asynchronous)
+    failing = OTHER | {"kv_connector": "FailingLoads"}
+    make = partial(MultiStand, other=failing, options=options)
+    named = {"weights_id": f"failing {asynchronous}", "offload_prompt_only": False}
+    with stand_with_kvd(make, socket, **named) as (stand, _):
+        while orders.recv() is not None:
+            orders.send(found_after_a_failed_load(stand))
+
+
+def serve(orders: Connection, socket: str, asynchronous: bool | None = None) -> None:
+    """Store a request's blocks while its mover is held, and let the other connector load.
+
+    With `asynchronous`, of vLLM's scheduling, its loads fail instead."""
+    if asynchronous is not None:
+        serve_failing(orders, socket, asynchronous)
+        return
     with stand_with_kvd(BesideStand, socket, offload_prompt_only=False) as (stand, _):
         while (mover := orders.recv()) is not None:
             stand.memory[:] = COMPUTED

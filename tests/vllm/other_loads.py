@@ -68,3 +68,26 @@ class OtherLoads(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # like
 
     def wait_for_save(self) -> None:
         """Likewise."""
+
+
+class FailingLoads(OtherLoads):
+    """The same within the step that asks for it; the first load that it begins fails."""
+
+    has_failed: ClassVar[bool] = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._failed = set[int]()
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        return super().get_num_new_matched_tokens(request, computed)[0], False
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        for blocks in self._get_connector_metadata().blocks.values():
+            if not FailingLoads.has_failed:
+                FailingLoads.has_failed = True
+                self._failed |= set(blocks[: FETCHED_TOKENS // 16])
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed

@@ -1,6 +1,8 @@
-"""Another connector's load into blocks that kvd still stores from."""
+"""Another connector's loads: into blocks that kvd still stores from, and ones that fail."""
 
 from __future__ import annotations
+
+import pytest
 
 from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.stand_process import stand_process
@@ -14,3 +16,13 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(
         wait_until(lambda: bool(kvd.movers()))
         (mover,) = kvd.movers()
         assert ask(mover) == {"bytes": [7]}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_another_connector_may_have_failed_to_load_is_not_stored(
+    fork_server: None, kvd: NodeDaemon, asynchronous: bool
+) -> None:
+    with stand_process("beside_stand", kvd.socket, asynchronous) as ask:
+        told = ask("fail")
+        assert told["failed"]
+        assert told["found"] == [0, 112]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -36,6 +36,13 @@ from kvd_client.integrations.vllm.scheduling.jobs import VLLM_NULL_BLOCK, Adjace
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 
 MAX_FENCED_AS_LISTS = 4096  # engine blocks; each step that allocates looks at them all
+
+
+class DueRequests(NamedTuple):
+    """What vLLM's store scheduling reads of a step."""
+
+    num_scheduled_tokens: dict[str, int]
+    finished_req_ids: set[str]
 
 
 class RequestKeys(RequestOffloadState):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -44,6 +44,7 @@ from kvd_client.integrations.vllm.metadata import (
     KvdConnectorMetadata,
     KvdWorkerMetadata,
 )
+from kvd_client.integrations.vllm.scheduling.beside import LoadsBeside
 from kvd_client.integrations.vllm.scheduling.handed_states import within_bounds
 from kvd_client.integrations.vllm.scheduling.jobs import (
     VLLM_NULL_BLOCK,
@@ -59,7 +60,7 @@ from kvd_client.integrations.vllm.scheduling.lazy import (
 )
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
-from kvd_client.integrations.vllm.scheduling.one_group import OneGroupScheduler
+from kvd_client.integrations.vllm.scheduling.one_group import DueRequests, OneGroupScheduler
 from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.scheduling.sessions import SpeculatedSessions
 from kvd_client.integrations.vllm.scheduling.steps import StepJobs
@@ -69,13 +70,6 @@ from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.request import Knowledge
 
 MANY_REQUESTS = 8  # from here on one probe of many is cheaper than many of one
-
-
-class DueRequests(NamedTuple):
-    """What vLLM's store scheduling reads of a step."""
-
-    num_scheduled_tokens: dict[str, int]
-    finished_req_ids: set[str]
 
 
 class KvdConnectorScheduler(OneGroupScheduler):
@@ -96,6 +90,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self._names_given = itertools.count(1)
         self._named_inputs = NamedInputs()
         self._sessions = SpeculatedSessions(vllm_config)
+        self._beside = LoadsBeside(vllm_config)
         self._prompt_times = PromptTimes(time.monotonic)
         # Dense, as kvd wants them, and in the order in which a step names them.
         self._job_ids = itertools.count(1)
@@ -191,6 +186,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         )
         if request.skip_reading_prefix_cache:  # it looks nothing up, which would say so
             self.manager.begin_anew(self._req_status[request.request_id].req_context)
+        self._beside.asked(request.request_id)
         return found
 
     def _lookup(self, req_status: RequestOffloadState, *limits: Any) -> int | None:
@@ -271,7 +267,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
-        for status in self._sessions.gone_wrong(scheduler_output, self._req_status):
+        wrong = self._sessions.gone_wrong(scheduler_output, self._req_status)
+        for status in chain(wrong, self._beside.doubtful(scheduler_output, self._req_status)):
             self.manager.end_stores(status.req_context)
         made = super().build_connector_meta(
             self._with_renamed(self._without_reloaded(scheduler_output))
