@@ -136,6 +136,7 @@ SETTINGS: list[tuple[Change, set[str]]] = [
     (setting("model_config.hf_config.num_attention_heads", 8), {"config"}),
     (setting("model_config.quantization", "fp8"), {"quantization"}),
     (setting("model_config.disable_sliding_window", True), {"config"}),
+    (setting("model_config.code_revision", "0123abc"), {"config"}),
     (setting("cache_config.kv_sharing_fast_prefill", True), {"config"}),
     (setting("model_config.dtype", torch.float16), {"config", "kv_dtype"}),
     (setting("cache_config.cache_dtype", "fp8_e4m3"), {"kv_dtype", "kv_scale_source"}),

@@ -20,9 +20,19 @@ MEBIBYTE = 1 << 20
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def named(model: Path | str, trust_remote_code: bool = False, **load: Any) -> WeightsName:
+def named(
+    model: Path | str,
+    trust_remote_code: bool = False,
+    begun_with: SimpleNamespace | None = None,
+    **load: Any,
+) -> WeightsName:
+    """`begun_with`: more of the model's configuration."""
     config = SimpleNamespace(
-        model=str(model), model_weights="", revision=None, trust_remote_code=trust_remote_code
+        model=str(model),
+        model_weights="",
+        revision=None,
+        trust_remote_code=trust_remote_code,
+        **vars(begun_with or SimpleNamespace()),
     )
     settings: dict[str, Any] = {
         "load_format": "auto",
@@ -90,6 +100,23 @@ def test_the_models_own_code_counts_where_it_is_run(model: Path) -> None:
     assert named(model, trust_remote_code=True) != trusted
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_what_the_models_processor_makes_of_images_counts(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    names = {named(model)}
+    (model / name).write_text('{"image_mean": 0.5}')
+    names.add(named(model))
+    (model / name).write_text('{"image_mean": 0.25}')
+    names.add(named(model))
+    assert len(names) == 3
+    place = snapshot(tmp_path)
+    (place / name).write_text("changed")
+    assert named(place).name.startswith("files:")
+    (place / "model.safetensors").unlink()
+    assert "no weights" in named(place).problem
+
+
 def snapshot(hub: Path) -> Path:
     """A download as the hub's cache keeps it: links into files named by what is in them."""
     blobs = hub / "models--org--name" / "blobs"
@@ -139,6 +166,36 @@ def test_a_repository_is_found_in_the_local_cache(
     (place.parents[1] / "refs" / "main").write_text(COMMIT)
     assert named("org/name", download_dir=str(tmp_path)).name == f"org/name@{COMMIT}"
     assert "not in the local cache" in named("org/other", download_dir=str(tmp_path)).problem
+
+
+def test_a_cache_that_was_updated_as_the_engine_started_gives_no_name(tmp_path: Path) -> None:
+    place = snapshot(tmp_path)
+    (place.parents[1] / "refs").mkdir()
+    (place.parents[1] / "refs" / "main").write_text(COMMIT)
+
+    def begun_with(commit: str, **more: Any) -> WeightsName:
+        return named(
+            "org/name",
+            download_dir=str(tmp_path),
+            begun_with=SimpleNamespace(hf_config=SimpleNamespace(_commit_hash=commit), **more),
+        )
+
+    assert begun_with(COMMIT).name == f"org/name@{COMMIT}"
+    other = COMMIT[::-1]
+    assert other in begun_with(other).problem
+    assert begun_with(other, hf_config_path="/elsewhere").name == f"org/name@{COMMIT}"
+
+
+@pytest.mark.parametrize("switch", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
+def test_another_hubs_model_has_no_name_of_this_ones_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    place = snapshot(tmp_path)
+    (place.parents[1] / "refs").mkdir()
+    (place.parents[1] / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setenv(switch, "true")
+    assert switch in named("org/name", download_dir=str(tmp_path)).problem
+    assert named(place).name == f"org/name@{COMMIT}"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ HARMLESS_SETTINGS = frozenset(
 )
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
 MAX_FILES = 4096
+# Of what else shapes a block: how the model's shards are put together, and what its processor makes
+# of images, of which a block's hash has the content only.
+SHAPING_SUFFIXES = (".index.json", "processor_config.json")
+HUB_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # names are another hub's then
 SAMPLES = 64  # of a file; a fine-tuned model differs in nearly every one
 SAMPLE_BYTES = 4096
 SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
@@ -97,6 +101,9 @@ def _local_path(model: str, model_config: Any, load_config: Any) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
+    for switch in HUB_SWITCHES:
+        if os.environ.get(switch, "").strip().lower() in ("1", "true"):
+            raise ValueError(f"{model} is ModelScope's by {switch}; give the path of its download")
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it, not everyone
 
@@ -108,14 +115,29 @@ def _local_path(model: str, model_config: Any, load_config: Any) -> Path:
         )
     except Exception as error:  # whatever it is, the place is not known
         raise ValueError(f"{model} is not in the local cache: {error}") from error
+    _check_commit(model_config, Path(cached))
     return Path(cached)
+
+
+def _check_commit(model_config: Any, cached: Path) -> None:
+    """Raise ValueError where the engine read its configuration from another commit than this.
+
+    Another engine may have brought a newer one into the same cache while this one was loading.
+    """
+    begun_with = getattr(getattr(model_config, "hf_config", None), "_commit_hash", None)
+    is_elsewhere = getattr(model_config, "hf_config_path", None)
+    if begun_with and not is_elsewhere and cached.name != begun_with:
+        raise ValueError(
+            f"the cache's commit is {cached.name}, the engine began with {begun_with}: start it"
+            " again, or with --revision"
+        )
 
 
 def _name_path(path: Path, *, with_code: bool) -> str:
     """Repository, commit and place, or the files' digest. ValueError where there are no weights."""
     root = path if path.is_dir() else path.parent
     files = sorted(_weight_files(path, with_code=with_code))
-    if not any(file.suffix != ".py" for file in files):
+    if not any(file.suffix in WEIGHT_SUFFIXES or file == path for file in files):
         raise ValueError(f"no weights in {path}")
     snapshot = SNAPSHOT.search(str(root.absolute()))
     if snapshot is not None and all(_blob_of(file) for file in files):
@@ -138,7 +160,7 @@ def _weight_files(path: Path, *, with_code: bool) -> Iterator[Path]:
         for name in names:
             file = Path(directory, name)
             is_code = with_code and file.suffix == ".py"
-            if file.suffix in WEIGHT_SUFFIXES or is_code or name.endswith(".index.json"):
+            if file.suffix in WEIGHT_SUFFIXES or is_code or name.endswith(SHAPING_SUFFIXES):
                 count += 1
                 if count > MAX_FILES:
                     raise ValueError(f"more than {MAX_FILES} files in {path}")

@@ -9,6 +9,7 @@ from kvd_client.integrations.digests import digest_of, shaping_fields
 # Settings of vLLM's model configuration that change what a layer computes.
 MODEL_SETTINGS = (
     "architecture",
+    "code_revision",
     "convert_type",
     "disable_sliding_window",
     "model_class_overrides",
