@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ with ends_at_once():
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status."""
     standard_streams.fill()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have letters that it can't show
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         ended = CLI.main(args=words, prog_name="kvd", standalone_mode=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -191,6 +192,24 @@ def test_what_a_client_named_cannot_write_to_a_terminal_or_forge_a_line(
         assert "forged" in text
         assert [c for c in text if not c.isprintable() and c != "\n"] == []
         assert not [line for line in text.split("\n") if line.startswith("request forged")]
+    engine.close()
+
+
+@pytest.mark.parametrize("words", [("status",), ("explain",)])
+def test_a_name_that_the_terminal_has_no_letters_for_stands_as_escapes(
+    running: RunningDaemon, words: tuple[str, ...]
+) -> None:
+    engine = RawScheduler(running.socket, identity=identity("e\u65e5"), namespace=namespace())
+    engine.step(requests=[told("r\u65e5")], end_step=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvd", *words, "--socket", running.socket],
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"\\u65e5" in ended.stdout
     engine.close()
 
 
