@@ -246,6 +246,58 @@ def test_a_block_in_doubt_goes_with_a_cleared_namespace(stream: Stream) -> None:
     assert removed_from_host(stream.watch) == [KEY]
 
 
+def test_a_block_in_doubt_is_announced_once(stream: Stream) -> None:
+    assert stream.watch.announce([KEY]) == [KEY]
+    assert stream.watch.announce([KEY]) == []
+    stream.tell("REMOVED", KEY)  # of this copy, or of the one before
+    assert stream.watch.announce([KEY]) == [], "nobody was told that it went"
+    stream.tell("STORED", KEY)
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == []
+    stream.tell("REMOVED", KEY)
+    assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_a_block_that_is_announced_again_behind_its_end_is_told_as_removed(stream: Stream) -> None:
+    stream.tell("STORED", KEY)
+    stream.watch.announce([KEY])
+    stream.tell("REMOVED", KEY)
+    assert removed_from_host(stream.watch) == [KEY]
+    stream.watch.announce([KEY])  # of a store that left it to the first
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_of_blocks_announced_behind_a_clear_those_of_before_are_told_as_removed(
+    stream: Stream,
+) -> None:
+    stream.tell("STORED", KEY)
+    stream.tell("CLEARED")
+    stream.tell("STORED", OTHER)
+    stream.watch.announce([KEY, OTHER])
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_so_many_blocks_are_known_to_be_stored_since_a_clear(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_watch, "MAX_GONE", 4)
+    stream.tell("CLEARED")
+    stream.tell("STORED", *keys_of("since", 5))
+    stream.watch.announce([KEY])
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == []  # it may be there
+
+
+def test_what_went_is_told_before_what_is_announced(stream: Stream) -> None:
+    stream.watch.announce([KEY])
+    stream.tell("REMOVED", KEY)
+    earlier, fresh = stream.watch.take_and_announce([KEY])
+    assert [(each.removed, each.keys) for each in earlier] == [(True, [KEY])]
+    assert fresh == [KEY]
+
+
 def test_removals_in_other_epochs_are_not_told(stream: Stream) -> None:
     stream.watch.announce([KEY])
     stream.tell("REMOVED", KEY, epoch="other")

@@ -52,6 +52,6 @@ def test_the_end_of_a_copy_is_told_before_the_next_copy_of_its_block(
     events: KvEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     news = [News(HOST, removed=True, keys=OURS[:1])]
-    monkeypatch.setattr(EventWatch, "take", lambda _: [news.pop()] if news else [])
+    monkeypatch.setattr(EventWatch, "_take", lambda _: [news.pop()] if news else [])
     told = events.pass_on([OffloadingEvent([ONE], Medium.CPU, removed=False)])
     assert [(e.keys, e.removed) for e in told] == [([ONE], True), ([ONE], False)]

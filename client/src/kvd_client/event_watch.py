@@ -26,7 +26,7 @@ from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc
 log = logging.getLogger(__name__)
 
 MAX_TRACKED = 1 << 18  # announced blocks; beyond it the oldest are said to be removed
-MAX_GONE = 1 << 16  # removals of blocks that this engine has not announced, or not yet
+MAX_GONE = 1 << 16  # removals: of blocks that are announced late, among others
 DOUBT_S = 1.0  # how long the stream may be behind the engine's own reports
 KEYS_AT_ONCE = 256  # looked through under the lock
 GROUP_BYTES = 4
@@ -71,6 +71,7 @@ class EventWatch:
         self._lock = threading.Lock()  # held for microseconds
         self._tracked: dict[Key, bool] = {}  # whether announced again: it may be a later copy
         self._gone: dict[Key, None] = {}
+        self._since: set[Key] | None = None  # stored since the namespace was cleared; None: unknown
         self._doubtful: dict[Key, float] = {}  # announced after a removal: of then or of now?
         self._news = NewsList()
         self._tiers = TierRecord(self._news)
@@ -103,20 +104,34 @@ class EventWatch:
 
     def announce(self, keys: Iterable[Key]) -> list[Key]:
         """The engine is about to say that these are stored; those of which it has not been said."""
-        fresh = []
         with self._lock:
-            for key in keys:
-                if key in self._tracked:
-                    self._tracked[key] = True
-                    continue
+            return self._announce(keys)
+
+    def take_and_announce(self, keys: Iterable[Key]) -> tuple[list[News], list[Key]]:
+        """Both at once: what goes after `take` is told behind what is announced."""
+        with self._lock:
+            return self._take(), self._announce(keys)
+
+    def _announce(self, keys: Iterable[Key]) -> list[Key]:
+        fresh = []
+        for key in keys:
+            if key in self._tracked:
+                self._tracked[key] = True
+                continue
+            is_in_doubt = key in self._doubtful
+            if not is_in_doubt:
                 fresh.append(key)
-                if key in self._gone:
-                    self._doubtful[key] = self._clock() + DOUBT_S
-                else:
-                    self._tracked[key] = False
-                self._tiers.announced(key)
-            self._bound_tracked()
+            if is_in_doubt or key in self._gone or self._went_with_all(key):
+                self._doubtful[key] = self._clock() + DOUBT_S
+            else:
+                self._tracked[key] = False
+            self._tiers.announced(key)
+        self._bound_tracked()
         return fresh
+
+    def _went_with_all(self, key: Key) -> bool:
+        """Whether the namespace was cleared, and the block not stored since, as far as is known."""
+        return self._since is not None and key not in self._since
 
     def forget(self) -> None:
         """The engine has said of all that it is gone (it reset its cache)."""
@@ -129,12 +144,15 @@ class EventWatch:
         if not self._news and not self._doubtful:
             return []
         with self._lock:
-            now = self._clock()
-            overdue = [key for key, deadline in self._doubtful.items() if now >= deadline]
-            for key in overdue:
-                del self._doubtful[key]
-                self._news.add(HOST, key, removed=True)
-            return self._news.take()
+            return self._take()
+
+    def _take(self) -> list[News]:
+        now = self._clock()
+        overdue = [key for key, deadline in self._doubtful.items() if now >= deadline]
+        for key in overdue:
+            del self._doubtful[key]
+            self._news.add(HOST, key, removed=True)
+        return self._news.take()
 
     def close(self) -> None:
         """End the thread."""
@@ -159,6 +177,7 @@ class EventWatch:
         self._tiers.clear()
         self._tracked.clear()
         self._gone.clear()
+        self._since = None
         self._doubtful.clear()
 
     # -- the stream's thread ----------------------------------------------------------------
@@ -229,6 +248,7 @@ class EventWatch:
             with self._lock:
                 if reading.turn == self._turn:
                     self._lose_all()
+                    self._since = set()
         elif kind == events_pb2.CacheEvent.KIND_TIER_LOST:
             with self._lock:
                 if reading.turn == self._turn:
@@ -268,8 +288,7 @@ class EventWatch:
                 self._news.add(HOST, key, removed=True)
             elif self._doubtful.pop(key, None) is not None:
                 self._news.add(HOST, key, removed=True)
-            else:
-                self._gone[key] = None
+            self._gone[key] = None  # and may be announced yet
         while len(self._gone) > MAX_GONE:
             del self._gone[next(iter(self._gone))]
 
@@ -281,6 +300,10 @@ class EventWatch:
             elif key not in self._tracked and self._tiers.holds(key):
                 self._tracked[key] = False  # brought up
                 self._news.add(HOST, key, removed=False)
+        if self._since is not None:
+            self._since.update(keys)
+            if len(self._since) > MAX_GONE:
+                self._since = None
         self._bound_tracked()
 
     def _kept(self, place: Residence, keys: list[Key]) -> None:

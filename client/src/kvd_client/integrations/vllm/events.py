@@ -50,11 +50,12 @@ class KvEvents:
         session = self._session()
         if session is not None:
             self._watch.follow(session.namespace_id, session.epoch)
-        earlier = self._watch.take() if announced else []  # of copies before those announced now
-        events = [self._event_of(news) for news in earlier]
+        events = []
         for event in announced:
             if not event.removed:
-                fresh = self._watch.announce(_renumbered(event.keys, self._ours))
+                keys = _renumbered(event.keys, self._ours)
+                earlier, fresh = self._watch.take_and_announce(keys)
+                events += [self._event_of(news) for news in earlier]  # of copies before these
                 if len(fresh) != len(event.keys):
                     event = replace(event, keys=self._in_vllms_numbers(fresh))  # noqa: PLW2901
             if event.keys:
