@@ -318,7 +318,9 @@ class LookupCollector(Collector):
         for tenant, seconds in islice(self._told.unserved.items(), MAX_TENANTS_SHOWN):
             waited.add_metric([tenant], seconds)
         yield waited
-        rows = list(self._told.rows())
+        told = list(self._told.rows())
+        rows = [row for row in told if row.namespace is not None]
+        rows += islice((row for row in told if row.namespace is None), MAX_TENANTS_SHOWN)
         for name, meaning, whole, without in _LOOKUPS:
             family = CounterMetricFamily(name, meaning, labels=["tenant", "namespace"])
             for row in rows:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvd.core.keys import TenantId
+from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.model.state import Counters
 from kvd.core.upkeep.statistics import Occupancy, Statistics, TenantFigures
 from kvd.mover.facts import MoverFacts
 from kvd.observability.metrics import MAX_RANKS_SHOWN, MAX_TENANTS_SHOWN, Metrics
+from kvd.runtime.told_lookups import MAX_NAMESPACES_TOLD, LookupFigures, ToldLookups
 from tests.control.test_transport_shown import attached
 
 
@@ -46,3 +47,14 @@ def test_tenants_beyond_the_bound_are_left_out(more: int) -> None:
     metrics.watch(lambda: figures)
     for name in ("kvd_tenant_bytes", "kvd_tenant_quota_bytes", "kvd_tenant_leased_bytes"):
         assert shown(metrics, name, "tenant") == [f"t{n}" for n in range(MAX_TENANTS_SHOWN)]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_tenants_beyond_the_bound_whose_namespaces_are_too_are_left_out(more: int) -> None:
+    told = ToldLookups(lambda _: True)
+    for number in range(MAX_NAMESPACES_TOLD + MAX_TENANTS_SHOWN + more):
+        told.add(NamespaceId(number), TenantId(f"t{number}"), LookupFigures(1, 0, 4, 0, 64, 0))
+    metrics = Metrics("1")
+    metrics.watch_lookups(told)
+    tenants = shown(metrics, "kvd_offered_blocks_total", "tenant")
+    assert tenants == [f"t{number}" for number in range(MAX_NAMESPACES_TOLD + MAX_TENANTS_SHOWN)]
