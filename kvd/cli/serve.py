@@ -387,8 +387,8 @@ class Daemon:
             lambda: self._ready_page()[2].decode().strip(),
         )
 
-    def _metrics_page(self) -> tuple[int, str, bytes]:
-        return 200, metrics.CONTENT_TYPE, self.metrics.exposition()
+    async def _metrics_page(self) -> tuple[int, str, bytes]:
+        return 200, metrics.CONTENT_TYPE, await self.metrics.exposition_in_turns()
 
     def _live_page(self) -> tuple[int, str, bytes]:
         return 200, TEXT, b"alive\n"

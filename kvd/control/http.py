@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -21,24 +21,33 @@ SCRAPE_SHARE = 0.05  # of the event loop's time for the pages that take long to 
 EVERY_ADDRESS = "::"
 TEXT = "text/plain; charset=utf-8"
 
-# Gives status, content type and content.
-Page = Callable[[], tuple[int, str, bytes]]
+Answer = tuple[int, str, bytes]  # status, content type and content
+LongPage = Callable[[], Awaitable[Answer]]
+Page = Callable[[], Answer] | LongPage
 Headers = tuple[tuple[str, str], ...]
 
 
-def seldom(page: Page, now: Callable[[], float] = time.perf_counter) -> Page:
+def seldom(page: LongPage, now: Callable[[], float] = time.perf_counter) -> LongPage:
     """The page, made anew only so often that making it takes SCRAPE_SHARE of the time at most."""
-    made: tuple[int, str, bytes] | None = None
+    made: Answer | None = None
     good_until = 0.0
+    making: asyncio.Task[Answer] | None = None
 
-    def answer() -> tuple[int, str, bytes]:
+    async def make() -> Answer:
         nonlocal made, good_until
         began = now()
-        if made is None or began >= good_until:
-            made = page()
-            ended = now()
-            good_until = ended + (ended - began) / SCRAPE_SHARE
+        made = await page()
+        ended = now()
+        good_until = ended + (ended - began) / SCRAPE_SHARE
         return made
+
+    async def answer() -> Answer:
+        nonlocal making
+        if made is not None and now() < good_until:
+            return made
+        if making is None or making.done():
+            making = asyncio.create_task(make())
+        return await asyncio.shield(making)  # whoever asked may be cut off, and others wait too
 
     return answer
 
@@ -123,7 +132,7 @@ class HttpServer:
             async with asyncio.timeout(READ_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.transport.set_write_buffer_limits(0)  # drained is when all of it was taken
-                writer.write(self._answer(head))
+                writer.write(await self._answer(head))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
             writer.transport.abort()  # whoever sent it gets nothing, or no more
@@ -140,7 +149,7 @@ class HttpServer:
         del self._open[oldest]
         oldest.cancel()
 
-    def _answer(self, head: bytes) -> bytes:
+    async def _answer(self, head: bytes) -> bytes:
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         method, target = (words[0], words[1]) if len(words) == 3 else ("", "")
         path = target.partition("?")[0]
@@ -151,7 +160,8 @@ class HttpServer:
             there = " ".join(sorted(self._pages))
             status, kind, content = 404, TEXT, f"not here; there are {there}\n".encode()
         else:
-            status, kind, content = page()
+            answer = page()
+            status, kind, content = answer if isinstance(answer, tuple) else await answer
         lines = (
             f"HTTP/1.1 {status} {_REASONS[status]}",
             f"Content-Type: {kind}",

@@ -9,6 +9,7 @@ that its memory lies on.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice
@@ -36,6 +37,7 @@ from kvd.core.model.reuse import REGRETTED_WITHIN
 from kvd.core.upkeep.statistics import Occupancy, Statistics
 from kvd.linux import proc
 from kvd.runtime.fleet import AttachedMover
+from kvd.runtime.threads import apart
 from kvd.runtime.told_lookups import ToldLookups
 
 # A series more for each label of some metrics, which tells nothing of use.
@@ -44,6 +46,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_TENANTS_SHOWN = 256
 MAX_RANKS_SHOWN = 1024
+GATHER_SECONDS = 0.001  # of reading figures between two turns of the event loop
 _RPC_BUCKETS = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 5, 30,
 )  # fmt: skip
@@ -521,6 +524,20 @@ class Metrics:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
+    async def exposition_in_turns(self) -> bytes:
+        """The same, with turns of the event loop for others; what takes longest is done beside it.
+
+        Figures of one name are of one moment.
+        """
+        families = []
+        others_had_their_turn = time.perf_counter()
+        for family in self.registry.collect():
+            families.append(family)
+            if time.perf_counter() - others_had_their_turn >= GATHER_SECONDS:
+                await asyncio.sleep(0)
+                others_had_their_turn = time.perf_counter()
+        return await apart(lambda: generate_latest(_Gathered(families)))
+
     # -- what is observed -------------------------------------------------------------------
 
     def call_ended(self, method: str, code: str, seconds: float) -> None:
@@ -552,6 +569,17 @@ class Metrics:
     def tags_spilled(self, count: int) -> None:
         """So many tags found no place in their index page."""
         self._spilled.inc(count)
+
+
+class _Gathered(CollectorRegistry):
+    """What was read from a registry before."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
 
 
 class _Constant(Collector):

@@ -78,11 +78,11 @@ async def test_who_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -
     await server.close()
 
 
-def test_a_page_that_takes_long_is_made_seldom() -> None:
+async def test_a_page_that_takes_long_is_made_seldom() -> None:
     clock = 0.0
     made = 0
 
-    def page() -> tuple[int, str, bytes]:
+    async def page() -> tuple[int, str, bytes]:
         nonlocal clock, made
         clock += 0.05
         made += 1
@@ -90,7 +90,26 @@ def test_a_page_that_takes_long_is_made_seldom() -> None:
 
     answer = seldom(page, lambda: clock)
     for _ in range(1000):
-        answer()
+        await answer()
         clock += 0.01
     assert made * 0.05 <= clock * SCRAPE_SHARE + 0.05
     assert made > 5
+
+
+async def test_a_page_under_way_is_made_once_for_all_who_ask_and_outlives_who_asked_first() -> None:
+    begun = 0
+    go_on = asyncio.Event()
+
+    async def page() -> tuple[int, str, bytes]:
+        nonlocal begun
+        begun += 1
+        await go_on.wait()
+        return 200, "", b"made"
+
+    answer = seldom(page)
+    first, second = (asyncio.ensure_future(answer()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    go_on.set()
+    assert await second == (200, "", b"made")
+    assert begun == 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.core.keys import NamespaceId, TenantId
@@ -58,3 +62,28 @@ def test_tenants_beyond_the_bound_whose_namespaces_are_too_are_left_out(more: in
     metrics.watch_lookups(told)
     tenants = shown(metrics, "kvd_offered_blocks_total", "tenant")
     assert tenants == [f"t{number}" for number in range(MAX_NAMESPACES_TOLD + MAX_TENANTS_SHOWN)]
+
+
+async def test_others_have_turns_while_the_page_is_made_and_it_is_written_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics = Metrics("1")
+    metrics.watch_lookups(ToldLookups(lambda _: True))
+    families = len(list(metrics.registry.collect()))
+    threads: list[threading.Thread] = []
+
+    def noted(of: CollectorRegistry) -> bytes:
+        threads.append(threading.current_thread())
+        return generate_latest(of)
+
+    monkeypatch.setattr("kvd.observability.metrics.generate_latest", noted)
+    monkeypatch.setattr("kvd.observability.metrics.GATHER_SECONDS", 0)
+    making = asyncio.create_task(metrics.exposition_in_turns())
+    for _ in range(families):
+        await asyncio.sleep(0)
+        assert not making.done()
+    lines = (await making).splitlines()
+    assert threads != [threading.current_thread()]
+    assert [line for line in lines if line.startswith(b"# TYPE")] == [
+        line for line in metrics.exposition().splitlines() if line.startswith(b"# TYPE")
+    ]
