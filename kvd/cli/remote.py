@@ -9,10 +9,23 @@ from types import SimpleNamespace
 
 import grpc
 
-from kvd.cli.exits import EXIT_MISUSED, Failure
+from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
 from kvd.cli.options import FILES
 from kvd.gateway.certificates import CertificateError, CertificateFiles
+from kvd_client.backoff import describe
 from kvd_client.daemon import CHANNEL_OPTIONS
+
+_IT_CLOSED = (
+    "it closed the connection: --certificate may have expired or be of another authority than the"
+    " gateway's, or too many connections are open; its log tells"
+)
+# What gRPC says where TLS can't be spoken, and what the caller may change.
+_REASONS = (
+    ("Socket closed", _IT_CLOSED),
+    ("Connection reset", _IT_CLOSED),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate has expired, or is not of --authority"),
+    ("Hostname Verification", "its certificate has another name: give --server-name NAME"),
+)
 
 
 @contextmanager
@@ -29,7 +42,14 @@ def channel(given: SimpleNamespace) -> Iterator[grpc.Channel]:
         contents.authority, contents.key, contents.certificate
     )
     with grpc.secure_channel(given.remote, credentials, options) as made:
-        yield made
+        try:
+            yield made
+        except grpc.RpcError as error:
+            said = describe(error)
+            why = next((reason for sign, reason in _REASONS if sign in said), None)
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or why is None:
+                raise
+            raise Failure(f"the gateway on {given.remote}: {why} ({said})", EXIT_FAILED) from None
 
 
 def _path(name: str, path: Path | None) -> Path:

@@ -410,6 +410,39 @@ def test_status_of_a_remote_daemon_by_the_command(
     assert "--remote needs --authority FILE" in short.stderr
 
 
+@pytest.mark.parametrize(
+    ("wrong", "flag"),
+    [
+        ("expired", "--certificate may have expired"),
+        ("stranger", "or be of another authority"),
+        ("authority", "is not of --authority"),
+        ("name", "give --server-name NAME"),
+    ],
+)
+def test_a_caller_whom_tls_keeps_out_is_told_what_to_change(
+    gateway: GatewayProcess, authority: Authority, tmp_path: Path, wrong: str, flag: str
+) -> None:
+    other = Authority(tmp_path, "other")
+    past = datetime(2020, 1, 1, tzinfo=UTC)
+    own = (other if wrong == "stranger" else authority).vouch(
+        "caller", "here", not_after=past if wrong == "expired" else None
+    )
+    trusted = other if wrong == "authority" else authority
+    words = ["--server-name", "nobody"] if wrong == "name" else []
+    words += ["--certificate", str(own.certificate), "--key", str(own.key)]
+    words += ["--authority", str(trusted.file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "status", "--remote", gateway.target, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"kvd: the gateway on {gateway.target}: " in done.stderr
+    assert flag in done.stderr
+
+
 @pytest.mark.parametrize("named", ["certificate", "key", "authority"])
 @pytest.mark.parametrize("broken", ["not PEM", "a pipe"])
 def test_a_callers_file_that_cant_be_used_is_named_and_nothing_else_said(
