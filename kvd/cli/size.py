@@ -26,6 +26,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _KEPT = frozenset({"full_attention", "sliding_attention", "attention", "chunked_attention"})
+MAX_TOKEN_NUMBERS = 1 << 40  # of a token
 _TOKENS = Checked(whole_number(1, 1 << 50), "count")
 
 
@@ -59,6 +60,8 @@ def model_size(config: dict[str, Any], dtype: str, ranks: int = 1) -> ModelSize:
         numbers = 0 if kv_heads < 0 else numbers
     if kept < 1 or numbers < 1:
         raise ValueError("by its layers, heads and widths it keeps no KV")
+    if kept * numbers > MAX_TOKEN_NUMBERS:
+        raise ValueError("by its layers, heads and widths a token takes more than any model's")
     return ModelSize(name, kept, layers - kept, kept * numbers * DTYPE_BYTES[dtype])
 
 
@@ -151,7 +154,7 @@ def command(**flags: Any) -> int:
     dtype = _dtype(config, given.kv_dtype)
     try:
         found = model_size(config, dtype, given.ranks)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise Failure(f"{given.model} can't be sized: {error}", EXIT_MISUSED) from None
     said = {
         **asdict(found),

@@ -80,8 +80,13 @@ def test_a_config_that_says_too_little_is_refused(
         {"num_key_value_heads": -8},
         {"num_key_value_heads": [8]},
         {"hidden_size": 16},
+        {"num_key_value_heads": float("inf")},
+        {"num_hidden_layers": 10**400},
     ],
-    ids=["dtype", "no KV", "layer types", "head", "no heads", "heads", "width"],
+    ids=[
+        *("dtype", "no KV", "layer types", "head", "no heads", "heads", "width"),
+        *("no end", "too many"),
+    ],
 )
 def test_a_config_that_cannot_be_is_refused(
     more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
