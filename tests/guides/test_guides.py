@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
+from kvd.cli.commands import CLI
 from tests.guides.blocks import Block, every_block
 from tests.tidy.source import ROOT
 from tests.waiting import wait_until
@@ -47,6 +49,16 @@ def script(text: str, given: dict[str, str]) -> str:
     text = ENDLESS.sub(r"timeout -k 3 3 \1 || [ $? = 124 ] ", text)
     text = DOCTOR.sub(r"{ \1 || [ $? = 3 ]; } ", text)
     return f"set -euo pipefail\n{text}"
+
+
+def commands_of_kvd() -> list[tuple[str, str]]:
+    """Every command of kvd's in a block, run or not, with the block's place."""
+    return [
+        (block.name, line)
+        for block in every_block()
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if re.match(r"(?:\S*/)?kvd [a-z]", line)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +140,20 @@ def test_the_block_runs_as_it_is_written(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(ran.pid, signal.SIGKILL)
     assert ran.returncode == 0, f"{text}\n{said.decode()}"
+
+
+@pytest.mark.parametrize(("where", "line"), commands_of_kvd(), ids=lambda part: part)
+def test_kvd_takes_the_command_as_it_is_written(where: str, line: str) -> None:
+    name, *words = shlex.split(line, comments=True)[1:]
+    context = click.Context(CLI, info_name="kvd")
+    command = CLI.get_command(context, name)
+    assert command is not None, name
+    if name == "serve":
+        return  # its settings have a reader of their own
+    parser = command.make_parser(click.Context(command, info_name=name))
+    _, _, order = parser.parse_args(words)
+    once = [each.name for each in order if isinstance(each, click.Option) and not each.multiple]
+    assert sorted(once) == sorted(set(once)), "of an option that is given twice the last one counts"
 
 
 def test_enough_blocks_are_run() -> None:
