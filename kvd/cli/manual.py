@@ -41,6 +41,8 @@ def man_page() -> str:
     ]
     for name, command in _commands():
         lines += [f".SS kvd {name}", *(_roff(each) for each in _said(command))]
+        if usage := _usage(name, command):
+            lines += [".PP", f".B {_roff(usage)}"]
         for option, what in _options(command):
             lines += [".TP", f".B {_roff(option)}", _roff(what)]
     lines += [".SH EXIT STATUS"]
@@ -70,6 +72,8 @@ def guide() -> str:
     ]
     for name, command in _commands():
         lines += ["", f"## kvd {name}", "", *_said(command)]
+        if usage := _usage(name, command):
+            lines += ["", f"`{usage}`"]
         if name == "serve":
             lines += ["", "Its settings are in [configuration.md](configuration.md)."]
         else:
@@ -88,6 +92,14 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
 
 def _said(command: click.Command) -> list[str]:
     return inspect.cleandoc(command.help or "").splitlines()
+
+
+def _usage(name: str, command: click.Command) -> str:
+    """How it is called; empty where it takes options only."""
+    if not any(isinstance(each, click.Argument) for each in command.params):
+        return ""
+    context = click.Context(command, info_name=name)
+    return " ".join(["kvd", name, *command.collect_usage_pieces(context)])
 
 
 def _options(command: click.Command) -> Iterator[tuple[str, str]]:

@@ -21,8 +21,9 @@ from kvd_proto.v1 import operator_pb2 as pb
 def command(**flags: Any) -> int:
     """Show the tenants' quotas, or give TENANT another one.
 
-    SIZE is in bytes, such as 8GiB, or a share of the pool, such as 25%. It holds at once, and until
-    the daemon starts again or reloads its settings: `tenants` in the configuration file lasts.
+    SIZE is in bytes, such as 8GiB, or a share of the pool, such as 25%; none takes the quota away.
+    It holds at once, until the daemon starts again, or reloads its settings and finds another
+    quota in the file than before. `tenants` in the configuration file lasts.
     """
     given = SimpleNamespace(**flags)
     if given.tenant is not None and given.quota is None:

@@ -29,6 +29,16 @@ def test_the_man_page_names_every_command_and_option() -> None:
     assert ".B --pool-bytes SIZE\n" in page
 
 
+@pytest.mark.parametrize(
+    "usage",
+    ["explain [OPTIONS] [REQUEST]", "record [OPTIONS] FILE", "size [OPTIONS] [MODEL]",
+     "quota [OPTIONS] [TENANT] [SIZE|none]", "completion [OPTIONS] {bash|zsh|fish}"],
+)  # fmt: skip
+def test_both_pages_say_what_a_command_takes_beside_options(usage: str) -> None:
+    assert f"\n`kvd {usage}`\n" in manual.guide()
+    assert f".B kvd {usage}\n" in manual.man_page().replace("\\-", "-")
+
+
 def test_man_finds_nothing_wrong_with_the_page() -> None:
     if shutil.which("man") is None:
         pytest.skip("man is not installed (Debian package man-db)")
