@@ -136,7 +136,7 @@ def program_path(program: str) -> Path:
     """Where Mooncake's wheel has a program. ClusterError where it is not installed."""
     found = importlib.util.find_spec("mooncake")
     if found is None or not found.submodule_search_locations:
-        raise ClusterError("Mooncake is not installed: pip install 'kvd[mooncake]'")
+        raise ClusterError("Mooncake is not installed: pip install -e ./client -e '.[mooncake]'")
     return Path(found.submodule_search_locations[0]) / program
 
 

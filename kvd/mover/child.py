@@ -421,7 +421,8 @@ def open_engine(config: MoverConfig) -> CopyEngine:
     except ImportError as error:
         raise InvalidArgument(
             f"the daemon can't use GPUs, for it has no CuPy ({error}): install kvd with its extra "
-            "cuda12 or cuda13, whichever the driver supports: pip install 'kvd[cuda12]'",
+            "cuda12 or cuda13, whichever the driver supports: in kvd's source tree, pip install "
+            "./client '.[cuda12]'",
             "memories[0]",
             TRANSPORT_UNSUPPORTED,
         ) from error

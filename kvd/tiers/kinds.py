@@ -52,6 +52,7 @@ def _opened(extra: str, module: str, name: str, options: TierOptions) -> TierSto
         opener: OpenStore = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise TierUnusable(
-            f"kind: {extra!r} needs a library that is not here ({error}); install kvd[{extra}]"
+            f"kind: {extra!r} needs a library that is not here ({error}): in kvd's source tree,"
+            f" pip install ./client '.[{extra}]'"
         ) from None
     return opener(options)

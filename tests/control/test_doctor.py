@@ -72,7 +72,7 @@ ON_THE_MACHINE = {
     "hidden GPUs": (replace(SOUND, has_gpu_driver=True), {}, "no /dev/nvidia", "--gpus all"),
     "closed GPUs": (replace(GPU, gpus_closed=GPU.gpus), {}, "not open /dev/nvidia0", "group"),
     "no libcuda": (replace(GPU, cuda_problem="no such file"), {}, "no such file", "driver"),
-    "no CuPy": (replace(GPU, has_cupy=False), {}, "CuPy", "kvd[cuda12]"),
+    "no CuPy": (replace(GPU, has_cupy=False), {}, "CuPy", "'.[cuda12]'"),
     "another client": (replace(SOUND, client_version="0.0.1"), {}, "kvd-client 0.0.1", "pip"),
 }
 

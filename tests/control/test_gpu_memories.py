@@ -203,7 +203,7 @@ def test_what_an_earlier_mover_of_the_rank_gives_back_counts_as_free() -> None:
 def test_a_daemon_without_cupy_says_what_to_install_and_leaves_no_mover(
     running: RunningDaemon, worker: RawWorker, memories: list[pb.MemoryHandle]
 ) -> None:
-    with pytest.raises(Exception, match=r"pip install 'kvd\[cuda12\]'"):
+    with pytest.raises(Exception, match=r"pip install \./client '\.\[cuda12\]'"):
         worker.register(memories=memories, gpu_memory=ROOM)
     said = refusal(lambda: worker.register(memories=memories, gpu_memory=ROOM))
     assert said[:2] == ("INVALID_ARGUMENT", "TRANSPORT_UNSUPPORTED")

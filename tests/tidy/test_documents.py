@@ -83,6 +83,19 @@ def test_every_path_that_a_guide_names_is_there() -> None:
     ] == []
 
 
+def test_nobody_is_told_to_take_kvd_from_an_index() -> None:
+    """PyPI's kvd is another project's: what installs it by name installs that."""
+    by_name = re.compile(r"\bkvd(?:-client)?\[|install (?:-\S+ )*['\"]?kvd(?:-client)?['\"=<>~]")
+    texts = {".md", ".py", ".txt", ".conf", ".service", ".tpl", ".yaml"}
+    told = [
+        f"{path}: {found[0]}"
+        for path in committed_files()
+        if path.suffix in texts and "adr" not in path.parts and path != Path(__file__)
+        for found in by_name.finditer(path.read_text())
+    ]
+    assert told == []
+
+
 def test_no_line_of_a_table_is_too_wide_for_a_terminal() -> None:
     documents = [path for path in committed_files() if path.suffix == ".md"]
     lines = {path: list(enumerate(path.read_text().splitlines(), start=1)) for path in documents}

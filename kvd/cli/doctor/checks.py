@@ -314,7 +314,8 @@ def _gpus(on: Subject) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "GPU",
             "CuPy is not installed, so ranks on GPUs are refused",
-            "install kvd[cuda12] or kvd[cuda13], by the driver's version",
+            "in kvd's source tree, pip install ./client '.[cuda12]', or '.[cuda13]' by the driver's"
+            " version",
         )
     locked = system.locked_bytes
     if 0 <= locked < on.config.pool_bytes:
@@ -333,7 +334,7 @@ def _versions(on: Subject) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "versions",
             f"kvd-client {client} is installed beside kvd {OWN_VERSION}",
-            f"pip install kvd=={OWN_VERSION} kvd-client=={OWN_VERSION}",
+            f"in the source tree of kvd {OWN_VERSION}, pip install ./client .",
         )
     if on.status is not None and on.status.version != OWN_VERSION:
         yield Diagnosis(

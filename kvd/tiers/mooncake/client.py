@@ -79,8 +79,8 @@ class MooncakeClient:
             module = importlib.import_module("mooncake.store")
         except ImportError as error:
             raise TierUnusable(
-                f"Mooncake's client can't be loaded ({error}): pip install 'kvd[mooncake]', and"
-                " Debian's libibverbs1, libnuma1 and libcurl4"
+                f"Mooncake's client can't be loaded ({error}): in kvd's source tree, pip install"
+                " ./client '.[mooncake]', and Debian's libibverbs1, libnuma1 and libcurl4"
             ) from None
         replication = module.ReplicateConfig()
         replication.replica_num = options.replicas
