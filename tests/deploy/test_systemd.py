@@ -158,6 +158,30 @@ def test_daemon_and_gateway_can_do_little_beside_their_work(
     assert found.returncode == 0, found.stdout[-400:]
 
 
+def test_the_unit_allows_every_call_that_kvd_makes_by_libc(systemd_analyze: str) -> None:
+    """A call that is refused may only make kvd slower, so nothing else would tell."""
+    rooms = UNITS.parents[1] / "kvd"
+    made = {
+        found[1]
+        for path in [*rooms.rglob("*.py"), *rooms.rglob("*.c")]
+        for found in re.finditer(r"\b(?:_?libc\.|SYS_)([a-z_0-9]+)", path.read_text())
+    }
+    assert {"mincore", "fallocate", "close_range"} <= made
+    words = service()["SystemCallFilter"].split()
+    allowed = set(words).union(*(calls_of(systemd_analyze, word) for word in words if "@" in word))
+    assert made - allowed == {"memset", "syscall"}, "what is no call into the kernel"
+
+
+def calls_of(systemd_analyze: str, group: str) -> set[str]:
+    """The system calls of one of systemd's groups, and of those that it is made of."""
+    command = [systemd_analyze, "syscall-filter", group]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    words = {line.strip() for line in said.splitlines() if line.startswith("    ")}
+    words = {word for word in words if word and not word.startswith("#")}
+    groups = {word for word in words if word.startswith("@")}
+    return (words - groups).union(*(calls_of(systemd_analyze, each) for each in groups))
+
+
 def test_the_pools_mount_is_the_directory_that_the_service_waits_for() -> None:
     mount = (UNITS / "var-lib-kvd-pool.mount").read_text()
     unit = (UNITS / "kvd.service").read_text()
