@@ -275,6 +275,19 @@ def test_no_guide_puts_the_pool_where_others_can_fill_it() -> None:
                 assert "mount -t tmpfs" in command, f"{guide}: {command}"
 
 
+def test_what_docker_is_told_to_mount_is_made_in_the_same_block() -> None:
+    """It refuses to start a container where the source of a mount of type bind is missing."""
+    root, mounts = UNITS.parents[1], 0
+    for guide in ("deploy/README.md", "docs/gpu.md"):
+        for block in (root / guide).read_text().split("```")[1::2]:
+            made, found, run = block.partition("docker run")
+            for source in re.findall(r"type=bind,src=([^,\s]+)", run if found else ""):
+                making = rf"(?m)(mkdir -p|install -d .*) {source}$"
+                assert re.search(making, made), f"{guide}: {source}"
+                mounts += 1
+    assert mounts == 4
+
+
 def test_it_reloads_restarts_whatever_ended_it_and_does_not_try_wrong_settings_again() -> None:
     settings = service()
     assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"

@@ -156,6 +156,17 @@ def test_kvd_takes_the_command_as_it_is_written(where: str, line: str) -> None:
     assert sorted(once) == sorted(set(once)), "of an option that is given twice the last one counts"
 
 
+def test_images_are_built_with_the_tags_that_the_chart_asks_for() -> None:
+    chart = ROOT / "helm" / "kvd"
+    version = re.findall(r"(?m)^appVersion: (.+)$", (chart / "Chart.yaml").read_text())
+    engine = re.findall(r'repository: vllm-kvd, tag: "(.+?)"', (chart / "values.yaml").read_text())
+    built = [block.text for block in every_block() if block.guide == "docs/kubernetes.md"]
+    for image in (f"REGISTRY/kvd:{version[0]}", f"REGISTRY/vllm-kvd:{engine[0]}"):
+        assert any("docker build" in text and f"-t {image} " in text for text in built), image
+    for text in built:
+        assert "gpu.enabled=true" not in text or "--set image.tag=cuda12" in text, text
+
+
 def test_enough_blocks_are_run() -> None:
     assert len(RUN) >= 8
     assert any(SERVES.search(block.text) for block in RUN)
