@@ -34,7 +34,8 @@ _FILE = click.Path(path_type=Path)
     default=DEFAULT_ADDRESS,
     type=LISTENING_PLACE,
     metavar="HOST:PORT",
-    help=f"Where to listen (default {DEFAULT_ADDRESS}); [::]:9471 is every address.",
+    help=f"Where to listen (default {DEFAULT_ADDRESS}); 0.0.0.0:9471 and [::]:9471 are both every"
+    " address, of IPv4 and of IPv6.",
 )
 @socket_options
 @click.option(

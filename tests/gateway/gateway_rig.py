@@ -67,14 +67,21 @@ def channel_to(
 class GatewayProcess:
     """`kvd gateway` on a port of the kernel's choice."""
 
-    def __init__(self, directory: Path, authority: Authority, socket: str, operators: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        authority: Authority,
+        socket: str,
+        operators: str,
+        host: str = "127.0.0.1",
+    ) -> None:
         self.authority = authority
         self.own = authority.vouch("gateway", "localhost", "127.0.0.1")
         self.log = directory / "gateway.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "kvd", "gateway", "--address", "127.0.0.1:0"),
+                    *(sys.executable, "-m", "kvd", "gateway", "--address", f"{host}:0"),
                     *("--socket", socket, "--operators", operators),
                     *("--certificate", str(self.own.certificate), "--key", str(self.own.key)),
                     *("--authority", str(authority.file)),

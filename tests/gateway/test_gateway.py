@@ -71,6 +71,17 @@ def gateway(
         process.end()
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="there is no IPv6 here")
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_either_wildcard_is_every_address(authority: Authority, tmp_path: Path, host: str) -> None:
+    process = GatewayProcess(tmp_path, authority, str(tmp_path / "none.sock"), "", host)
+    try:
+        for own in ("127.0.0.1", "::1"):
+            socket.create_connection((own, process.port), CALL_SECONDS).close()
+    finally:
+        process.end()
+
+
 def status_of(stub: operator_pb2_grpc.OperatorServiceStub) -> pb.StatusResponse:
     answer: pb.StatusResponse = stub.Status(pb.StatusRequest(), timeout=CALL_SECONDS)
     return answer
