@@ -35,7 +35,7 @@ DISK: dict[str, Any] = {
 }
 CLUSTER: dict[str, Any] = {
     "name": "cluster",
-    "store": "site.tiers:open_store",
+    "store": "acme.tiers:open_store",
     "medium": "REMOTE",
     "options": {"addresses": ["cache-0.cache:6379", "cache-1.cache:6379"], "username": 'a"b\\c'},
     "secretFiles": {
@@ -58,7 +58,7 @@ def test_the_daemon_reads_tiers_in_their_order(chart: helm.Chart, tmp_path: Path
         "threads": 8,
         "direct": False,
     }
-    assert (cluster.store, cluster.medium) == ("site.tiers:open_store", "REMOTE")
+    assert (cluster.store, cluster.medium) == ("acme.tiers:open_store", "REMOTE")
     assert cluster.options == {
         **CLUSTER["options"],
         "password_file": "/etc/kvd-secrets/cluster/password_file",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 
@@ -49,6 +51,12 @@ def test_the_schema_bounds_pool_tenants_and_tiers_as_the_daemon_does() -> None:
     assert tier.keys() == TIER_KEYS | {"volumes", "secretFiles"}
     queues = {"keys": MAX_KEYS_QUEUED, "reads": MAX_READS_QUEUED, "writes": MAX_WRITES_QUEUED}
     assert {name: tier[f"queue_{name}"]["maximum"] for name in queues} == queues
+
+
+def test_the_example_of_a_sites_own_store_can_be_imported() -> None:
+    """Python finds its own modules first: a package of such a name is never reached."""
+    (package,) = re.findall(r"(?m)^# +store: (\w+)\.", (CHART / "values.yaml").read_text())
+    assert package not in sys.stdlib_module_names
 
 
 NAMED = {setting.name: setting for setting in config.SETTINGS}
