@@ -16,6 +16,14 @@ from kvd.cli.options import Checked, daemon_options
 from kvd.cli.printing import show_json, size, table
 from kvd.config.settings import SETTINGS
 from kvd.config.values import parse_size, whole_number
+from kvd.core.blocks.extent_fit import WASTE_DIVISOR
+from kvd.pool.config import (
+    COMFORTABLE_EXTENTS,
+    LEAST_CHOSEN_BYTES,
+    MOST_CHOSEN_BYTES,
+    SMALLEST_BLOCK_BYTES,
+    chosen_extent_bytes,
+)
 
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
@@ -38,6 +46,7 @@ class ModelSize:
     layers: int
     layers_without_kv: int  # recurrent ones: their state is not counted here
     token_bytes: int
+    shards: int  # ranks that keep bytes of their own
 
 
 def model_size(config: dict[str, Any], dtype: str, ranks: int = 1) -> ModelSize:
@@ -62,7 +71,8 @@ def model_size(config: dict[str, Any], dtype: str, ranks: int = 1) -> ModelSize:
         raise ValueError("by its layers, heads and widths it keeps no KV")
     if kept * numbers > MAX_TOKEN_NUMBERS:
         raise ValueError("by its layers, heads and widths a token takes more than any model's")
-    return ModelSize(name, kept, layers - kept, kept * numbers * DTYPE_BYTES[dtype])
+    token_bytes = kept * numbers * DTYPE_BYTES[dtype]
+    return ModelSize(name, kept, layers - kept, token_bytes, 1 if name == "MLA" else ranks)
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +171,7 @@ def command(**flags: Any) -> int:
         "kv_dtype": dtype,
         "block_bytes": found.token_bytes * given.block_tokens,
     }
-    said |= _pool(given, int(said["block_bytes"]))
+    said |= _pool(given, int(said["block_bytes"]), found.shards)
     if given.json:
         show_json(said)
     else:
@@ -169,15 +179,44 @@ def command(**flags: Any) -> int:
     return 0
 
 
-def _pool(given: SimpleNamespace, block_bytes: int) -> dict[str, int]:
+def blocks_in(pool_bytes: int, block_bytes: int, shards: int) -> int:
+    """How many a new pool of this size holds: a part of a block lies in one extent."""
+    extent_bytes = chosen_extent_bytes(pool_bytes)
+    slots = extent_bytes // _part(block_bytes, shards)
+    return pool_bytes // extent_bytes // shards * slots
+
+
+def pool_for(blocks: int, block_bytes: int, shards: int) -> int:
+    """The least pool that holds so many, in whole rows of extents that such blocks fit into."""
+    part_bytes = _part(block_bytes, shards)
+    extent_bytes = LEAST_CHOSEN_BYTES
+    while extent_bytes <= MOST_CHOSEN_BYTES:
+        if slots := extent_bytes // part_bytes:
+            pool_bytes = -(-blocks // slots) * shards * extent_bytes
+            if extent_bytes > LEAST_CHOSEN_BYTES:
+                pool_bytes = max(pool_bytes, extent_bytes * COMFORTABLE_EXTENTS)
+            wasted = extent_bytes % part_bytes * WASTE_DIVISOR > extent_bytes
+            last = extent_bytes == MOST_CHOSEN_BYTES
+            if chosen_extent_bytes(pool_bytes) == extent_bytes and (last or not wasted):
+                return pool_bytes
+        extent_bytes *= 2
+    return blocks * part_bytes * shards  # the daemon names the extents that would do
+
+
+def _part(block_bytes: int, shards: int) -> int:
+    return max(-(-block_bytes // shards), SMALLEST_BLOCK_BYTES)
+
+
+def _pool(given: SimpleNamespace, block_bytes: int, shards: int) -> dict[str, int]:
     said: dict[str, int] = {}
     if given.tokens:
         said["tokens"] = given.tokens
         said["blocks"] = -(-given.tokens // given.block_tokens)
-        said["pool_bytes"] = said["blocks"] * block_bytes
+        said["pool_bytes"] = pool_for(said["blocks"], block_bytes, shards)
         said["tmpfs_bytes"] = said["pool_bytes"] + said["pool_bytes"] // TABLES_SHARE + (64 << 20)
     if given.pool_bytes:
-        said["tokens_in_pool"] = given.pool_bytes // block_bytes * given.block_tokens
+        held = blocks_in(given.pool_bytes, block_bytes, shards)
+        said["tokens_in_pool"] = held * given.block_tokens
     if pool_bytes := given.pool_bytes or said.get("pool_bytes"):
         leased = max(int(pool_bytes * LEASE_SHARE) // block_bytes, 1)
         said["longest_prompt_tokens"] = leased * given.block_tokens
@@ -195,7 +234,8 @@ def _lines(said: dict[str, Any], given: SimpleNamespace) -> Iterator[str]:
     if "tokens" in said:
         yield (
             f"{said['tokens']} tokens are {said['blocks']} blocks: pool_bytes of"
-            f" {size(said['pool_bytes'])}, on a tmpfs of {size(said['tmpfs_bytes'])}"
+            f" {-(-said['pool_bytes'] >> 20)}MiB, on a tmpfs of"
+            f" {-(-said['tmpfs_bytes'] >> 20)}m ({size(said['tmpfs_bytes'])})"
         )
     if "tokens_in_pool" in said:
         yield f"a pool of {size(given.pool_bytes)} holds {said['tokens_in_pool']} tokens"

@@ -10,6 +10,11 @@ import pytest
 
 from kvd.__main__ import main
 from kvd.cli import size, status
+from kvd.core.blocks.extent_fit import wasted_share
+from kvd.core.blocks.row_grants import slots_per_row
+from kvd.core.spec import GroupSpec
+from kvd.pool.config import chosen_extent_bytes
+from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import operator_pb2 as pb
 
 LLAMA_3_8B = {
@@ -46,13 +51,29 @@ def test_a_token_takes_what_its_layers_and_heads_take(
     assert (found.attention, found.token_bytes) == (attention, token_bytes)
 
 
+@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("block_bytes", [3000, 600 << 10, 1098 << 10, 2 << 20, 23 << 20])
+@pytest.mark.parametrize("blocks", [1, 100, 125_000])
+def test_the_pool_holds_so_many_blocks_in_its_extents_and_takes_them(
+    blocks: int, block_bytes: int, shards: int
+) -> None:
+    pool_bytes = size.pool_for(blocks, block_bytes, shards)
+    extent_bytes = chosen_extent_bytes(pool_bytes)
+    part = max(-(-block_bytes // shards), 4096)
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (part,) * shards)
+    assert wasted_share(group, extent_bytes) <= 0.1 or extent_bytes == 64 << 20
+    held = pool_bytes // extent_bytes // shards * slots_per_row(group, extent_bytes)
+    assert held >= blocks
+    assert size.blocks_in(pool_bytes, block_bytes, shards) == held
+
+
 def test_the_pool_for_so_many_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     assert main(["size", str(tmp_path), "--tokens", "1000001", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["blocks"], said["block_bytes"]) == (62501, 2 << 20)
-    assert said["pool_bytes"] == 62501 * (2 << 20)
-    assert said["longest_prompt_tokens"] == 62501 // 4 * 16
+    assert said["pool_bytes"] == 1954 * (64 << 20)  # 32 blocks an extent
+    assert said["longest_prompt_tokens"] == 1954 * 32 // 4 * 16
     words = ["size", str(tmp_path / "config.json"), "--kv-dtype", "fp8", "--pool-bytes", "1GiB"]
     assert main(words) == 0
     shown = capsys.readouterr().out
