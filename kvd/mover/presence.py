@@ -59,6 +59,10 @@ class Presence:
             self.full = self._missing == 0
         return found
 
+    def is_told(self) -> bool:
+        """Whether the kernel answers at all here; a filter of system calls may refuse."""
+        return present_pages(self._address, mmap.PAGESIZE, np.zeros(1, dtype=np.uint8).ctypes.data)
+
     def covers(self, starts: I64, size: int) -> bool:
         """Whether every page of these stretches of `size` bytes is there."""
         if self.full:

@@ -19,6 +19,7 @@ from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover import presence
 from kvd.mover.checksums import checksums
+from kvd.mover.facts import MoverFacts
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 from kvd.processes.mappings import ExtentFiles, Mapping
@@ -43,6 +44,20 @@ def test_of_what_the_kernel_knows_nothing_every_page_is_taken_as_missing() -> No
     assert nowhere.learn(2, 4).tolist() == [0] * 4
     assert not nowhere.covers(np.array([2 * PAGE]), PAGE)
     assert not nowhere.full
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_mover_says_where_the_kernel_may_not_tell_it_of_pages(
+    memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    if native.library() is None:
+        pytest.skip(f"no native library: {native.why_not()}")
+    if refused:
+        monkeypatch.setattr(presence, "present_pages", lambda *_: False)
+    engine = HostSharedMemory(config_of(tmp_path, memory, tensors(1, PAGE)), native.library())
+    assert ("mincore" in engine.facts.note) is refused
+    assert MoverFacts.unpack(engine.facts.pack()) == engine.facts
+    engine.close()
 
 
 @pytest.fixture
