@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from kvd import config
 from kvd.__main__ import main
+from kvd.cli.doctor import checks
 from kvd.cli.doctor.checks import Diagnosis, Subject, findings
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.linux import limits
@@ -134,6 +136,21 @@ def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
     said = " ".join(found.problem + found.fix for found in faults(on))
     for wanted in ("9.9.9", "kvd undrain", "0 of 2 ranks", "it is full"):
         assert wanted in said
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_pool_that_is_closed_to_an_engines_user_is_no_fault_of_a_daemon_that_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """As under systemd, whose /var/lib/kvd nobody else may enter."""
+
+    def refuse(_: Subject) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(checks, "_require_place", refuse)
+    on = subject(place)
+    found = faults(on if answers else replace(on, status=None))
+    assert any("can't be used by uid" in each.problem for each in found) is not answers
 
 
 @pytest.mark.parametrize("fault", ["nobody", "left behind", "closed"])

@@ -84,6 +84,8 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
         yield _said("shared memory", error)
         return
     except OSError as error:
+        if on.status is not None and isinstance(error, PermissionError):
+            return  # a daemon answers, and its pool is closed to all others: as it should be
         problem = f"pool_directory {directory} can't be used by uid {os.geteuid()}"
         fix = "name a directory that the daemon's user may write to, or ask as that user"
         yield Diagnosis("shared memory", f"{problem}: {error.strerror}", fix)
