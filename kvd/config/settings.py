@@ -160,7 +160,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("socket", "/run/kvd/kvd.sock", read_socket_path, "Unix socket of the gRPC API"),
     Setting("socket_mode", "0660", read_mode, "mode of the socket files, octal"),
     Setting(
-        "socket_group", "", read_group, "group that owns the socket files; empty: the daemon's"
+        "socket_group",
+        "",
+        read_group,
+        "group that owns the socket files, by name or number; empty: the daemon's",
     ),
     Setting(
         "pool_directory",

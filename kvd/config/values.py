@@ -237,9 +237,21 @@ read_groups = _read_ids("group", "group", lambda name: grp.getgrnam(name).gr_gid
 def read_group(value: Any) -> str:
     name = str(value)
     try:
-        return grp.getgrnam(name).gr_name if name else ""
+        if name:
+            gid_of(name)
+    except (KeyError, ValueError):  # ValueError: bytes that no name has
+        raise ValueError("a group of this system (getent group), a number, or empty") from None
+    return name
+
+
+def gid_of(group: str) -> int:
+    """The number of a group that is given by name or number. KeyError: there is none."""
+    try:
+        return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ValueError("a group of this system (getent group), or empty") from None
+        if group.isascii() and group.isdigit() and int(group) < 2**32 - 1:
+            return int(group)
+        raise
 
 
 def read_address(value: Any) -> str:

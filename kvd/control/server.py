@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvd.config.values import gid_of
 from kvd.control.access import descriptors
 from kvd.control.access.companion import CompanionServer
 from kvd.control.access.door import Door
@@ -187,7 +187,7 @@ class ControlServer:
             for path in (bound, place.companion):
                 path.chmod(place.mode)
                 if place.group:
-                    shutil.chown(path, group=place.group)
+                    os.chown(path, -1, gid_of(place.group))
             bound.rename(place.socket)
         except OSError:
             bound.unlink()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import grp
 import logging
 import os
 import socket
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from kvd.config.values import gid_of
 from kvd.linux.proc import CAP_CHOWN, own_capabilities
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def require_group(name: str) -> None:
     """OSError, with the fix, where this user may not give the socket files to the group."""
     if not name or own_capabilities() & CAP_CHOWN:
         return
-    if grp.getgrnam(name).gr_gid not in {os.getegid(), *os.getgroups()}:
+    if gid_of(name) not in {os.getegid(), *os.getgroups()}:
         raise OSError(
             f"uid {os.geteuid()} is not in socket_group {name!r}, and can't give it the sockets:"
             f" put the daemon's user into it (usermod -aG {name} USER), or choose another"
@@ -146,7 +146,7 @@ def missing_directories(directory: Path) -> list[Path]:
 def let_group_enter(made: list[Path], group: str) -> None:
     """Directories that were made for a socket are the group's, which may enter them. OSError."""
     for directory in made:
-        os.chown(directory, -1, grp.getgrnam(group).gr_gid)
+        os.chown(directory, -1, gid_of(group))
         directory.chmod(0o750)  # whatever the umask took away
 
 
@@ -155,7 +155,7 @@ def warn_where_closed(socket_file: Path, group: str) -> None:
     if not group:
         return
     found = socket_file.parent.stat()
-    enters = stat.S_IXGRP if found.st_gid == grp.getgrnam(group).gr_gid else stat.S_IXOTH
+    enters = stat.S_IXGRP if found.st_gid == gid_of(group) else stat.S_IXOTH
     if not found.st_mode & enters:
         log.warning(
             "%s keeps users of socket_group %s out (it is gid %d's, mode %04o), who may open the"

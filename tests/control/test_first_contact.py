@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from kvd.config import settings
+from kvd.config.values import gid_of, read_group
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
 from tests.ports import free_port
@@ -46,6 +47,17 @@ def taken_port() -> object:
 def test_a_group_that_is_not_there_is_a_wrong_setting(shared_directory: Path) -> None:
     said = refused(shared_directory, "--socket-group", "no-such-group")
     assert "socket_group is 'no-such-group'" in said
+
+
+@pytest.mark.parametrize("group", [0, "0", "4294967294", "root"])
+def test_the_sockets_group_may_be_a_number_that_no_name_has(group: int | str) -> None:
+    assert gid_of(read_group(group)) == (0 if group == "root" else int(group))
+
+
+@pytest.mark.parametrize("group", ["-1", "4294967295", "1" * 30, "two", "\udc80"])
+def test_what_is_no_group_is_refused(group: str) -> None:
+    with pytest.raises(ValueError, match="a group of this system"):
+        read_group(group)
 
 
 def test_a_taken_port_is_said_with_the_setting_and_what_to_do(
