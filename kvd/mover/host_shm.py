@@ -39,7 +39,7 @@ _U64 = np.dtype("<u8")
 
 
 UNTOLD = (
-    "mincore is refused here, so stores read engines' memory through files, ten times as slow:"
+    "mincore is refused here, so stores read engines' memory through files, far slower:"
     " allow it (SystemCallFilter= of the unit, the container's seccomp profile)"
 )
 
