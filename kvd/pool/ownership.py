@@ -13,20 +13,33 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.linux.proc import locker_of, mapped_inodes, start_time_of
 from kvd.pool import sealed_json
-from kvd.pool.config import PoolConfig, PoolError
+from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
 from kvd.pool.extents import Extents, remove_files
 
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
 _LINE_BYTES = 128
 _OWNER_BYTES = 32  # of the lock file: a pid
+_FILES = (
+    "lock",
+    "pool.header",
+    "slots.table",
+    "rows.table",
+    CHECKSUM_TABLE,
+    "generations.table",
+    "registry.jsonl",
+    "movers",
+    "reserve",
+)
 _BLANK = b"\n"
 # There is none of this pid, or a thread of another process has it as its number: which of them a
 # kernel says then differs.
@@ -50,6 +63,44 @@ class Orphan:
     extents: int  # that it maps, of this pool or of one that was here before
     slots: int  # free ones, in rows that it may still write to
     slot_bytes: int
+
+
+def own_places(config: PoolConfig) -> None:
+    """Have the pool's directories to ourselves; PoolError where that can't be."""
+    _own(Wanted("pool_directory", config.directory))
+    if config.extents_directory is not None:
+        _own(Wanted("extents_directory", config.extents_directory))
+    require_files(config)
+
+
+def _own(wanted: Wanted) -> None:
+    try:
+        require_own(wanted)
+    except NotTrustedError as error:
+        raise PoolError(str(error)) from error
+    except OSError as error:
+        raise PoolError(
+            f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; name a directory that"
+            " the daemon's user may write to"
+        ) from error
+
+
+def require_files(config: PoolConfig) -> None:
+    """PoolError where a directory, say, has the name of one of the pool's files."""
+    for name in _FILES:
+        for path in (config.directory / name, config.directory / f"{name}.new"):
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    raise PoolError(
+                        f"{path} is no plain file, and the pool has one of that name: remove it, or"
+                        " name another pool_directory"
+                    )
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISDIR(config.extents_place.lstat().st_mode):
+            raise PoolError(
+                f"{config.extents_place} is no directory, and the pool's extents are in one of that"
+                " name: remove it, or name another extents_directory"
+            )
 
 
 def own_pool(path: Path) -> int:

@@ -30,7 +30,6 @@ from kvd.core.actions import (
 )
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
-from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.linux.proc import state_of
 from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST
@@ -48,6 +47,7 @@ from kvd.pool.ownership import (
     end_movers,
     extents_mapped_by,
     own_directory,
+    own_places,
     own_pool,
     remove_left,
 )
@@ -123,9 +123,7 @@ class Pool:
         had; nothing of an earlier pool was touched then.
         """
         require_ordered_stores()
-        _own(Wanted("pool_directory", config.directory))
-        if config.extents_directory is not None:
-            _own(Wanted("extents_directory", config.extents_directory))
+        own_places(config)
         config = settled(config)
         huge_page = capacity_check.require_memory_files(config)
         pool: Self | None = None
@@ -581,19 +579,6 @@ class Pool:
         orphaned = frozenset() if self.cold_reason else orphaned_extents
         self._recovery = Recovery(self._books, orphaned)
         self._rows: dict[RowId, GrantedRow] = dict(self._recovery.rows)
-
-
-def _own(wanted: Wanted) -> None:
-    """Have the directory to ourselves; PoolError where that can't be."""
-    try:
-        require_own(wanted)
-    except NotTrustedError as error:
-        raise PoolError(str(error)) from error
-    except OSError as error:
-        raise PoolError(
-            f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; name a directory that"
-            " the daemon's user may write to"
-        ) from error
 
 
 def _said(error: OSError | MemoryError) -> str:

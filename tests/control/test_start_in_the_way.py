@@ -202,3 +202,13 @@ def test_options_that_a_tier_would_not_take_are_told(
     words = ["serve", "--check", "--pool-bytes", "64MiB", "--http-port", "0", *place]
     assert main([*words, "--config", str(file)]) == 3
     assert f"tier below could not start: {said}" in capsys.readouterr().out
+
+
+def test_a_directory_in_the_place_of_a_table_is_found_by_the_check(
+    place: list[str], shared_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shared_directory / "new" / "slots.table"
+    path.mkdir(parents=True, mode=0o700)
+    path.parent.chmod(0o700)
+    assert check(*place, "--http-port", "0") == 3
+    assert f"{path} is no plain file" in capsys.readouterr().out

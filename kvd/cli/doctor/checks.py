@@ -24,7 +24,7 @@ from kvd.pool.capacity_check import (
     standing_of,
 )
 from kvd.pool.config import PoolConfig, PoolError
-from kvd.pool.ownership import refuse_owned
+from kvd.pool.ownership import refuse_owned, require_files
 from kvd.tiers.kinds import check_options
 from kvd.tiers.store import TierUnusable
 from kvd_proto.v1 import operator_pb2 as pb
@@ -108,6 +108,7 @@ def _require_place(on: Subject) -> None:
         require_memory_files(on.pool)
     if on.before_start:
         require_own(Wanted("pool_directory", directory))
+        require_files(on.pool)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PoolError(
                 f"pool_directory {directory} can't be written to: mount its file system for"
