@@ -29,6 +29,7 @@ from kvd.pool.extents import Extents, remove_files
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
 _LINE_BYTES = 128
 _OWNER_BYTES = 32  # of the lock file: a pid
+_PLACE_BYTES = 160  # behind it: where the pool's files lie
 _FILES = (
     "lock",
     "pool.header",
@@ -130,6 +131,31 @@ def own_pool(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def note_place(lock: int, config: PoolConfig) -> None:
+    """Say in the lock file which files the pool is, for `why_copied` at the next start.
+
+    They are told by their numbers: names are the same where a copy was put in their place.
+    """
+    line = sealed_json.seal({"files": _numbers(lock, config)}, _PLACE_BYTES)
+    if os.pread(lock, len(line), _OWNER_BYTES) != line:
+        os.pwrite(lock, line, _OWNER_BYTES)
+
+
+def why_copied(lock: int, config: PoolConfig) -> str:
+    """Why what lies here may be no pool: tables and bytes that were copied one after the other,
+    while a daemon changed them, don't belong together. "" where they are the last owner's own.
+    """
+    said = sealed_json.unseal(os.pread(lock, _PLACE_BYTES, _OWNER_BYTES))
+    if said is None or said.get("files") == _numbers(lock, config):  # earlier releases don't say
+        return ""
+    return "its files are a copy, whose tables and bytes may be of different times"
+
+
+def _numbers(lock: int, config: PoolConfig) -> list[str]:
+    found = (os.fstat(lock), config.directory.stat(), config.extents_place.stat())
+    return [f"{each.st_dev}:{each.st_ino}" for each in found]
 
 
 def refuse_owned(config: PoolConfig) -> None:

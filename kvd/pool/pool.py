@@ -46,10 +46,12 @@ from kvd.pool.ownership import (
     Orphan,
     end_movers,
     extents_mapped_by,
+    note_place,
     own_directory,
     own_places,
     own_pool,
     remove_left,
+    why_copied,
 )
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
@@ -96,7 +98,8 @@ class Pool:
         self.tag_secret = b""
         self._config = config
         self._resources = ExitStack()
-        self._resources.callback(os.close, own_pool(config.directory / "lock"))
+        self._lock = own_pool(config.directory / "lock")
+        self._resources.callback(os.close, self._lock)
         self._nodes = find_nodes()
         self._files = Extents(config, huge_page, self._nodes)
         self._reserve = Reserve(config.directory / "reserve", config.reserve_bytes)
@@ -525,7 +528,11 @@ class Pool:
         wanted = PoolHeader.wanted(self._config, nodes, os.urandom(TAG_SECRET_BYTES))
         header, self.cold_reason = read_header(path, wanted)
         if header is not None and not self.cold_reason:
-            self.cold_reason = self._files.missing(header.extents_mark) or self._rows_lost()
+            self.cold_reason = (
+                why_copied(self._lock, self._config)
+                or self._files.missing(header.extents_mark)
+                or self._rows_lost()
+            )
         if header is None or self.cold_reason:
             self._reserve.let_go()
             # The header goes first and comes last: whatever is interrupted starts cold again.
@@ -537,6 +544,7 @@ class Pool:
             self._files.nodes = deal(self.extents, header.nodes)
             self._files.create_all(header.extents_mark)
             header.write(path)
+        note_place(self._lock, self._config)
         self._files.nodes = deal(self.extents, header.nodes)
         self.tag_secret = bytes.fromhex(header.tag_secret)
 

@@ -1,14 +1,17 @@
-"""What lies in a pool's place and is none: other things by its files' names."""
+"""What lies in a pool's place and is none: other things by its files' names, and copies of it."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvd.core.events import PoolRecovered
 from kvd.pool import PoolConfig, PoolError
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import opened
@@ -76,3 +79,47 @@ def test_a_file_in_the_place_of_the_extents_directory_is_named_with_the_fix(
     config.extents_place.touch(mode=0o600)
     with pytest.raises(PoolError, match=f"{config.extents_place} is no directory, .*: remove it"):
         is_warm(config)
+
+
+def copied(config: PoolConfig) -> None:
+    """As of a daemon at work: a copy of all, of which nobody knows when each file was read."""
+    old = config.directory.rename(config.directory.with_name("old"))
+    shutil.copytree(old, config.directory)
+
+
+def extents_copied(config: PoolConfig) -> None:
+    old = config.extents_place.rename(config.directory.with_name("old"))
+    shutil.copytree(old, config.extents_place)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("copy", [copied, extents_copied])
+def test_a_copy_that_was_put_in_the_pools_place_is_cold(
+    shared_directory: Path, copy: Callable[[PoolConfig], None], elsewhere: bool
+) -> None:
+    """Its records may say READY of bytes that were copied before they were stored."""
+    config = orders.config(shared_directory)
+    if elsewhere:
+        config = replace(config, extents_directory=shared_directory / "far")
+    fill(config)
+    copy(config)
+    with opened(config) as pool:
+        assert "its files are a copy" in pool.cold_reason
+        assert list(pool.recovered()) == [PoolRecovered()]
+    fill(config)
+    assert is_warm(config), "from now on it is a pool of its own"
+
+
+def test_a_pool_that_was_moved_away_and_back_is_warm(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    fill(config)
+    config.directory.rename(shared_directory / "away").rename(config.directory)
+    assert is_warm(config)
+
+
+def test_a_pool_whose_lock_an_earlier_release_wrote_is_warm(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    fill(config)
+    os.truncate(config.directory / "lock", 32)
+    assert is_warm(config)
+    assert is_warm(config)
