@@ -13,8 +13,12 @@ from pathlib import Path
 
 import kvd
 import kvd_proto
-from kvd.linux.proc import start_time_of
+from kvd.linux.proc import let_end_sooner, start_time_of
 from kvd.processes import release
+
+# Where memory is short one of these costs one rank its cache for a moment, and control all ranks
+# theirs. In a control group of 320 MiB, the least that there is, these are 96 MiB: control has 75.
+_SOONER_THAN_CONTROL = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ def launch(room: str, fds: Iterable[int], changes: Mapping[str, str]) -> Launche
     finally:
         theirs.close()
     try:
+        let_end_sooner(child.pid, _SOONER_THAN_CONTROL)
         started = start_time_of(child.pid)
         assert started is not None, "a child that nobody waited for is in /proc"
         return Launched(child, ours, os.pidfd_open(child.pid), started)

@@ -293,3 +293,7 @@ def test_it_reloads_restarts_whatever_ended_it_and_does_not_try_wrong_settings_a
     assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"
     assert settings["Restart"] == "always"
     assert settings["RestartPreventExitStatus"] == "2"
+
+
+def test_a_mover_that_the_kernel_ended_for_lack_of_memory_takes_no_daemon_along() -> None:
+    assert service()["OOMPolicy"] == "continue"
