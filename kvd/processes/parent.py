@@ -18,6 +18,8 @@ from kvd.processes.launch import Launched, how_it_ended
 
 MAX_BYTES_UNREAD = 64 << 20  # a process that lets this much lie hangs, and is ended
 STOP_S = 3.0
+# Why a process ended that control had no more need of.
+KILLED, STOPPED = "killed by control", "stopped"
 _LAST_WORDS_S = 1.0  # for what a dead process wrote to be read
 _READ_BYTES = 1 << 18
 
@@ -154,11 +156,11 @@ class OwnedProcess(ABC):
 
     def kill(self) -> None:
         """End the process now; its end is told as any other."""
-        self.end_because("killed by control")
+        self.end_because(KILLED)
 
     async def stop(self) -> None:
         """Have the process end in order; returns when it is gone."""
-        self._reason = self._reason or "stopped"
+        self._reason = self._reason or STOPPED
         self._ask_to_stop()
         try:
             await asyncio.wait_for(asyncio.shield(self._gone), STOP_S)

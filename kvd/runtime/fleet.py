@@ -25,6 +25,7 @@ from kvd.core.lifecycle import step
 from kvd.core.shares import Bound, Shares
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
+from kvd.processes.parent import KILLED, STOPPED
 from kvd.runtime.damage import log_damage
 from kvd.runtime.starts import StartsInTurn
 from kvd.runtime.told_rows import ToldRows
@@ -386,6 +387,14 @@ class MoverFleet:
         found = self._movers.get(mover)
         if found is None or found.process is None:
             return
+        if reason not in (KILLED, STOPPED):
+            log.warning(
+                "mover %d (pid %d) has ended: %s",
+                mover,
+                found.process.pid,
+                reason,
+                extra={"user": found.owner.uid, "mover": mover},
+            )
         found.move(FleetStage.ENDED)
         found.process = None
         gone = ev.MoverGone(mover, reason)

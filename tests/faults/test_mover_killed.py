@@ -37,6 +37,8 @@ def test_mover_killed_while_idle_is_replaced(scene: Scene, engines: tuple[Probe,
     [mover] = scene.movers_of(victim)
     os.kill(mover, signal.SIGKILL)
     scene.wait_replaced(victim, mover)
+    said = f"(pid {mover}) has ended: killed by SIGKILL"
+    wait_until(lambda: said in scene.daemon.log.read_text(), "a word of why")
     all_go_on(victim, neighbour)
 
 
@@ -90,3 +92,10 @@ def test_movers_killed_again_and_again_never_leave_a_wrong_byte(
             assert engine.answer()["wrong"] == []
         scene.wait_replaced(victim, mover)
     all_go_on(victim, neighbour)
+
+
+def test_a_mover_that_nobody_needs_any_more_ends_without_a_warning(scene: Scene) -> None:
+    engine = scene.engine("short")
+    (mover,) = scene.movers_of(engine)
+    scene.end_engines()
+    assert f"(pid {mover}) has ended:" not in scene.daemon.log.read_text()
