@@ -32,6 +32,9 @@ class PoolError(Exception):
     """The pool can't be opened, or its memory can't be had. The message names the fix."""
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a file system without room says
+
+
 def what_is_short(error: OSError, otherwise: str) -> str:
     """Why memory for a file can't be had, and the fix: `otherwise`, but for a limit of ours."""
     if error.errno != errno.EFBIG:

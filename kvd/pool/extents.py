@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvd.linux import calls
 from kvd.pool import nodes
-from kvd.pool.config import PoolConfig, PoolError, what_is_short
+from kvd.pool.config import FULL, PoolConfig, PoolError, what_is_short
 from kvd.processes.mappings import ExtentFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -141,8 +141,7 @@ class Extents:
         self._in_parallel(lambda extent: self.zero((extent,)), list(extents))
 
     def _make(self, extent: int) -> None:
-        self.files.path(extent).unlink(missing_ok=True)
-        fd = os.open(self.files.path(extent), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = self._new_file(self.files.path(extent))
         try:
             os.ftruncate(fd, self.extent_bytes)
             with mmap.mmap(fd, self.extent_bytes) as mapping:
@@ -159,6 +158,19 @@ class Extents:
             self._write_zeros(fd)
         finally:
             os.close(fd)
+
+    def _new_file(self, path: Path) -> int:
+        path.unlink(missing_ok=True)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise PoolError(
+                f"{path} can't be made ({error.strerror}): its file system takes no more files, and"
+                f" the pool has {self.count} extents; allow it more (mount -o remount,nr_inodes=)"
+                " or raise extent_bytes"
+            ) from error
 
     def _write_zeros(self, fd: int) -> None:
         if self.huge_page:

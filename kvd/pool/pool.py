@@ -34,7 +34,7 @@ from kvd.linux.proc import state_of
 from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST
 from kvd.pool.choices import NO_ROOM, open_checksums, settled
-from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
+from kvd.pool.config import CHECKSUM_TABLE, FULL, PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark
 from kvd.pool.generations import Generations
 from kvd.pool.header import PoolHeader, read_header
@@ -56,7 +56,7 @@ from kvd.pool.ownership import (
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
-from kvd.pool.reserve import FULL, Reserve
+from kvd.pool.reserve import Reserve
 from kvd.pool.row_table import GrantedRow, RowTable, row_table_bytes
 from kvd.pool.slot_table import SlotTableFile
 from kvd.pool.standing import Standing

@@ -8,15 +8,13 @@ whoever wanted it tries again later. What was given is taken back when there is 
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvd.pool.config import START_BYTES, PoolError, what_is_short
+from kvd.pool.config import FULL, START_BYTES, PoolError, what_is_short
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAGE = mmap.PAGESIZE
 
 

@@ -297,3 +297,11 @@ def test_a_limit_of_the_process_is_not_taken_for_a_full_file_system(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "full" not in f"{of_extents.value} {of_one.value}"
+
+
+def test_too_few_inodes_are_named_with_the_fix_and_nothing_is_kept(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "mount", 24 << 20, ",nr_inodes=12") as mount:
+        config = orders.config(mount, extents=16)
+        with pytest.raises(PoolError, match=r"takes no more files, .* 16 extents; .*nr_inodes="):
+            Pool.open(config, lambda _done, _total: None)
+        assert not list(config.extents_place.iterdir())
