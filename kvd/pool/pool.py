@@ -457,7 +457,7 @@ class Pool:
 
         PoolError where the pool's files have been removed or replaced: nothing heals that here.
         """
-        if (lost := self._standing.missing()) is not None:
+        if (lost := self._standing.missing() or self._registry.missing()) is not None:
             raise PoolError(
                 f"{lost.path} {lost.how} while the daemon ran: its next start may be cold; keep"
                 " cleaners of temporary files (and systemd-logind's RemoveIPC) away from the pool"

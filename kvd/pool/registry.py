@@ -34,6 +34,7 @@ from kvd.core.keys import NamespaceId, ScopeId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec, check_group_count
 from kvd.pool import sealed_json
 from kvd.pool.reserve import Reserve
+from kvd.pool.standing import Lost
 from kvd_proto.groups import GroupKind
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,17 @@ class LineFile:
         """Shorten it to so many bytes."""
         os.ftruncate(self._fd, size)
         self._size = size
+
+    def lost(self, path: Path) -> str:
+        """What somebody else did to the file that should be there; "" where it is whole."""
+        kept = os.fstat(self._fd)
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            return "was removed"
+        if (found.st_dev, found.st_ino) != (kept.st_dev, kept.st_ino):
+            return "was removed"
+        return "was cut short" if kept.st_size < self._size else ""
 
     def close(self) -> None:
         os.close(self._fd)
@@ -143,6 +155,11 @@ class Registry:
             log.warning("%s has %d damaged lines and is written anew", path, damaged)
             registry._begin_anew()
         return registry
+
+    def missing(self) -> Lost | None:
+        """The file, where it has gone or was cut short: the next start would know of no block."""
+        how = self._file.lost(self.path)
+        return Lost(self.path, how) if how else None
 
     @property
     def unwritten(self) -> int:

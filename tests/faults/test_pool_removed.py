@@ -29,7 +29,7 @@ def remove_extents(pool: Path) -> None:
     shutil.rmtree(pool / "extents")
 
 
-@pytest.mark.parametrize("name", ["checksums.table", "generations.table"])
+@pytest.mark.parametrize("name", ["checksums.table", "generations.table", "registry.jsonl"])
 def test_a_daemon_that_lost_one_table_ends(own_scene: MakeScene, name: str) -> None:
     scene = own_scene(payload_checksums="on")
     (scene.daemon.pool / name).unlink()
@@ -37,14 +37,16 @@ def test_a_daemon_that_lost_one_table_ends(own_scene: MakeScene, name: str) -> N
     assert f"{name} was removed while the daemon ran" in scene.daemon.log.read_text()
 
 
+@pytest.mark.parametrize("name", ["slots.table", "registry.jsonl"])
 def test_a_daemon_whose_table_was_cut_short_says_so_before_it_reads_beyond_its_end(
-    own_scene: MakeScene,
+    own_scene: MakeScene, name: str
 ) -> None:
     scene = own_scene()
-    path = scene.daemon.pool / "slots.table"
+    scene.engine("one")  # the registry has a line
+    path = scene.daemon.pool / name
     os.truncate(path, path.stat().st_size - 1)
     wait_until(lambda: scene.daemon.has_ended, "the daemon's end")
-    assert "slots.table was cut short while the daemon ran" in scene.daemon.log.read_text()
+    assert f"{name} was cut short while the daemon ran" in scene.daemon.log.read_text()
 
 
 @pytest.mark.parametrize("remove", [remove_all, remove_inside, remove_extents])
