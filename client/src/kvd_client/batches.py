@@ -21,6 +21,7 @@ import numpy as np
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, in_parts
+from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.scheduler.hits import Flags, Statuses
 from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S, KEYS_PER_CALL
@@ -108,6 +109,15 @@ class BlockBatches:
         self._connection = SchedulerConnection(
             socket_path, identity, namespace, silent_after_s=self.options.silent_after_s
         )
+        keep_from_children(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked process nothing is found, and stores and loads fail."""
+        self._lock = threading.Lock()
+        self._jobs.clear()
+        self._claims.clear()
+        self._leased.clear()
+        self._finished.clear()
 
     def register(self, memories: Sequence[SharedMemory], groups: Sequence[GroupLayout]) -> None:
         """Offer the memory to the daemon, now and whenever it comes back. Returns at once."""

@@ -30,6 +30,7 @@ from kvd_client.backoff import Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.draft import QueryDraft, StepDraft
+from kvd_client.forks import FORKED, keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.messages import messages_of
@@ -111,7 +112,16 @@ class SchedulerConnection:
         self._backoff = Backoff()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-session", daemon=True)
+        keep_from_children(self)
         self._thread.start()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process there is no session, now or later."""
+        self._changed, self._closing = threading.Condition(), threading.Event()
+        self._closing.set()
+        self._call = None
+        self._lose_session()
+        self.problem = FORKED
 
     # -- what the scheduler side asks -------------------------------------------------------
 

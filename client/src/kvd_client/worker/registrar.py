@@ -19,6 +19,7 @@ import grpc
 from kvd_client.backoff import MAX_DOUBLINGS, Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
+from kvd_client.forks import FORKED, keep_from_children
 from kvd_client.identity import EngineIdentity
 from kvd_client.worker.rank_memory import RegisteredMemory
 from kvd_client.worker.regions import VmmRegion
@@ -71,7 +72,16 @@ class Registrar:
         self._backoff = Backoff(MAX_DOUBLINGS if memory.gpu is None else MAX_GPU_DOUBLINGS)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvd-rank", daemon=True)
+        keep_from_children(self)
         self._thread.start()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process the rank is not registered: it touches no ring and ends no mover."""
+        self._changed = threading.Condition()
+        self._stopping = True
+        self._current = self._stub = self._registering = None
+        self.lost = []
+        self.problem = FORKED
 
     @property
     def current(self) -> Registration | None:

@@ -22,6 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypedDict, Unpack
 
+from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity
 from kvd_client.scheduler.plan import StepPlan, WorkerReport
 from kvd_client.worker.jobs import Half, JobLedger
@@ -89,6 +90,15 @@ class Worker:
         self._jobs = JobLedger()
         self._computing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._aside: threading.Thread | None = None
+        keep_from_children(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked process it has no jobs, and no memory to take back."""
+        self._lock = threading.Lock()
+        self._jobs = JobLedger()
+        self._computing = SimpleQueue()
+        self._aside = None
+        self._memory = None
 
     # -- registration -----------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""A process that an engine forks has nothing of the engine's, and takes nothing from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+
+from kvd_client.batches import SoughtKeys
+from kvd_client.draft import BlockRun
+from kvd_client.forks import FORKED
+from tests.client.test_batches import Memory, keys
+from tests.daemon_process import DaemonProcess
+
+PATIENCE_S = 30
+
+
+def said_by_child(say: Callable[[], object]) -> str:
+    """What a forked child says; it is ended where it hangs."""
+    read_fd, write_fd = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # to fork beside threads is the test
+        child = os.fork()
+    if not child:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(PATIENCE_S)
+            os.write(write_fd, repr(say()).encode())
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_child_finds_stores_and_loads_nothing_and_says_why(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket)
+    batches, prompt = memory.batches, keys(1, 4)
+    assert batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+
+    def try_all() -> object:
+        found = batches.find([SoughtKeys(0, prompt)])[0].tolist()
+        stored = batches.store([BlockRun(0, 0, keys(2, 4), range(4))])
+        loaded = batches.load([BlockRun(0, 0, prompt, range(4, 8))])
+        return found, stored, loaded, batches.problem
+
+    assert said_by_child(try_all) == repr(([False] * 4, [False], [[False] * 4], FORKED))
+    memory.close()
+
+
+def test_a_childs_load_does_not_end_with_its_parents(daemon: DaemonProcess) -> None:
+    """Both count their jobs from the same number on, and see the same board."""
+    memory = Memory(daemon.socket)
+    batches, prompt = memory.batches, keys(1, 4)
+    assert batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    loaded: list[str] = []
+    child = threading.Thread(
+        target=lambda: loaded.append(
+            said_by_child(lambda: batches.load([BlockRun(0, 0, keys(2, 4), range(4, 8))]))
+        )
+    )
+    child.start()
+    while child.is_alive():
+        assert batches.load([BlockRun(0, 0, prompt, range(8, 12))]) == [[True] * 4]
+        time.sleep(0.01)
+    child.join()
+    assert loaded == [repr([[False] * 4])]
+    memory.close()
+
+
+def test_a_child_that_closes_takes_nothing_from_its_parent(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket)
+    prompt = keys(1, 4)
+    movers = daemon.movers()
+    assert said_by_child(memory.batches.close) == "None"
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    assert daemon.movers() == movers
+    memory.close()
+
+
+def test_a_child_waits_for_no_lock_that_its_parent_held(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket)
+    batches = memory.batches
+    with batches._lock, batches._connection._changed, batches._worker._lock:
+        said = said_by_child(
+            lambda: (batches.find([SoughtKeys(0, keys(1, 1))])[0].tolist(), batches.is_usable)
+        )
+    assert said == repr(([False], False))
+    memory.close()
