@@ -22,7 +22,7 @@ from kvd_client.draft import BlockRun, in_parts
 from kvd_client.worker import registrar
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
-from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_QUERIES
 from tests.daemon_process import DaemonProcess
 from tests.waiting import wait_until
 
@@ -359,3 +359,34 @@ def test_one_that_was_idle_while_its_daemon_died_often_goes_on_with_its_next_cal
     assert memory.batches.wait_usable(PATIENCE_S)
     assert memory.batches.store([run]) == [True]
     memory.close()
+
+
+def test_any_number_of_questions_is_asked_at_once(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket, lookup_deadline_s=PATIENCE_S)
+    prompt = keys(30, 8)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(8))]) == [True]
+    wanted = [SoughtKeys(0, [prompt[number % 8]], number) for number in range(MAX_QUERIES + 1)]
+    assert all(found.all() for found in memory.batches.find(wanted))
+    assert not memory.batches.refusals
+    memory.close()
+
+
+def test_what_can_not_be_said_of_blocks_is_refused_and_not_taken_for_others(
+    memory: Memory,
+) -> None:
+    """Two keys of 31 and 33 bytes would be two others of 32."""
+    batches = memory.batches
+    long, short = keys(31, 1)[0], keys(32, 1)[0][1:]
+    odd = [long + b"x", short]
+    for call in (
+        lambda: batches.find([SoughtKeys(0, odd)]),
+        lambda: batches.store([BlockRun(0, 0, odd, range(2))]),
+        lambda: batches.load([BlockRun(0, 0, odd, range(2))]),
+    ):
+        with pytest.raises(ValueError, match="every block hash must have 32 bytes"):
+            call()
+    with pytest.raises(ValueError, match=r"group is 1, allowed are 0\.\.0"):
+        batches.find([SoughtKeys(1, keys(33, 1))])
+    with pytest.raises(ValueError, match="engine_blocks has 1 numbers; 2 keys of group 0 take 2"):
+        batches.store([BlockRun(0, 0, keys(33, 2), range(1))])
+    assert not batches.find([SoughtKeys(0, [long])])[0].any()

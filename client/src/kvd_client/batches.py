@@ -2,8 +2,9 @@
 
 Where `Scheduler` and `Worker` serve an engine in steps, this serves one that asks and waits: is
 it there, bring these, keep these. Any thread may call. Nothing raises for an absent, killed, hung
-or slow daemon: then nothing is found, and a store or load fails. Every wait has a bound, and a
-load returns only when no copy can touch its blocks any more.
+or slow daemon: then nothing is found, and a store or load fails. ValueError is for keys and blocks
+that no daemon would take. Every wait has a bound, and a load returns only when no copy can touch
+its blocks any more.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvd_client.session import DaemonSession
 from kvd_client.worker import GroupLayout, SharedMemory, Worker
 from kvd_client.worker.worker import END_MOVER_TIMEOUT_S, POLL_MAX_S, POLL_S, POLL_SHARE
 from kvd_proto.key_status import HIT, PENDING, RETRY, STATUS_BITS
+from kvd_proto.limits import MAX_QUERIES
 from kvd_proto.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -170,6 +172,8 @@ class BlockBatches:
         """Which of the keys can be loaded. They are leased for a while, so that they stay; those
         that there is no room to lease are found without.
         """
+        for each in wanted:
+            self._require_keys(each.group, each.keys)
         found = [np.zeros(len(each.keys), dtype=np.bool_) for each in wanted]
         session = self._connection.session
         if session is None:
@@ -276,7 +280,7 @@ class BlockBatches:
         for number, (group, keys, first_block, leading) in enumerate(wanted):
             first = 0
             while first < len(keys):
-                if not room:
+                if not room or len(calls[-1][0]) >= MAX_QUERIES:
                     calls.append(([], []))
                     room = KEYS_PER_CALL
                 part = keys[first : first + room]
@@ -357,6 +361,7 @@ class BlockBatches:
         What has gone since it was found is missing, with all that follows it in its run, or in the
         part of the run that one job takes.
         """
+        self._require_runs(runs)
         loaded: list[list[bool]] = [[] for _ in runs]
         parts = _in_parts(runs)
         come = self._load_parts([part for _, part in parts]) if parts else []
@@ -397,6 +402,7 @@ class BlockBatches:
         When this returns the engine blocks may be overwritten. What the daemon would not take, as
         it has to take a row back from others first, is offered again for `retry_deadline_s`.
         """
+        self._require_runs(runs)
         done, parts = [True] * len(runs), _in_parts(runs)
         kept = self._store_parts([part for _, part in parts]) if parts else []
         for (number, _), ok in zip(parts, kept, strict=True):
@@ -501,6 +507,26 @@ class BlockBatches:
     @property
     def _hash_bytes(self) -> int:
         return self._connection.namespace.hash_bytes
+
+    def _require_runs(self, runs: Sequence[BlockRun]) -> None:
+        """ValueError for what can't be said of blocks, before any of it is sent."""
+        groups = self._connection.namespace.groups
+        for run in runs:
+            self._require_keys(run.group, run.block_hashes)
+            wanted = len(run.block_hashes) * groups[run.group].blocks_per_block
+            if len(run.engine_blocks) != wanted:
+                raise ValueError(
+                    f"engine_blocks has {len(run.engine_blocks)} numbers;"
+                    f" {len(run.block_hashes)} keys of group {run.group} take {wanted}"
+                )
+
+    def _require_keys(self, group: int, keys: Sequence[bytes]) -> None:
+        """Keys lie side by side in a message: shorter ones beside longer ones would be others."""
+        groups = len(self._connection.namespace.groups)
+        if not 0 <= group < groups:
+            raise ValueError(f"group is {group}, allowed are 0..{groups - 1}")
+        if not {self._hash_bytes}.issuperset(map(len, keys)):
+            raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
 
     def _take_ends(self) -> None:
         """Take note of what has ended. Called under the lock.
