@@ -31,7 +31,7 @@ from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.forks import FORKED, keep_from_children
-from kvd_client.identity import EngineIdentity, NamespaceFields
+from kvd_client.identity import EngineIdentity, NamespaceFields, require_text
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.messages import messages_of
 from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
 SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon may hang
 SILENCE_S = 1.0
+EPOCH_BYTES = 64  # of a name, as the daemon takes it
 MAX_SILENCE_S = 32.0
 MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = (
@@ -261,9 +262,11 @@ class SchedulerConnection:
         """Move on to a new epoch of this engine's own, also after a reconnect.
 
         Until the daemon has confirmed it there is no usable session. Engines that name the same
-        `epoch`, of at most 64 bytes, come to the same one.
+        `epoch`, of at most 64 bytes, come to the same one. ValueError, and nothing changed, for
+        one that no daemon takes.
         """
         epoch = epoch or os.urandom(16).hex()
+        require_text("epoch", epoch, EPOCH_BYTES)
         with self._changed:
             self._epoch = epoch
             session, outgoing = self._session, self._outgoing

@@ -16,6 +16,16 @@ from kvd_proto.limits import (
 from kvd_proto.v1 import engine_pb2
 
 
+def require_text(name: str, text: str, most_bytes: int) -> None:
+    """ValueError, naming the field, for a text that no message can carry, or no daemon takes."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is no Unicode text: {text[:64]!a}") from None
+    if size > most_bytes:
+        raise ValueError(f"{name} has {size} bytes, allowed are at most {most_bytes}")
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Layers of one attention kind, cached together.
@@ -89,6 +99,10 @@ class NamespaceFields:
             raise ValueError(f"hash_bytes is {self.hash_bytes}, allowed are 1..{MAX_HASH_BYTES}")
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise ValueError(f"{len(self.groups)} groups, allowed are 1..{MAX_GROUPS}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str):
+                require_text(field.name, value, MAX_STRING_BYTES)
 
     @property
     def boundary_tokens(self) -> int:
@@ -114,7 +128,8 @@ class EngineIdentity:
     boot_nonce: bytes
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.engine_id.encode()) <= MAX_STRING_BYTES:
+        require_text("engine_id", self.engine_id, MAX_STRING_BYTES)
+        if not self.engine_id:
             raise ValueError(f"engine_id must have 1..{MAX_STRING_BYTES} bytes")
         if len(self.boot_nonce) != 16:
             raise ValueError(f"boot_nonce has {len(self.boot_nonce)} bytes, needed are 16")
