@@ -28,6 +28,7 @@ from kvd.runtime.event_log import Change, ChangeKind, Delivery
 from kvd.runtime.told_lookups import MAX_COUNTED, LookupFigures
 from kvd.runtime.turns import Pace
 from kvd_proto.limits import (
+    MAX_EPOCH_BYTES,
     MAX_IDS,
     MAX_KEYS_PER_MESSAGE,
     MAX_QUERIES,
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 STRUCT_BYTES_A_UNIT = 256  # of a pace: a structure of many small values is slow to encode
 NAMES_A_UNIT = 16
 DEFAULT_HAND_OFF_MS = 60_000
-EPOCH_BYTES = 64
 EVENT_KEYS = 2048  # in one message to a watcher; one that reads nothing costs us two of them
 
 _LEASES: dict[int, ev.LeaseMode] = {
@@ -325,7 +325,7 @@ def epoch_name(epoch: str, least: int = 0) -> str:
     """An epoch's name of at most 64 bytes."""
     if len(epoch) < least:
         raise InvalidArgument("epoch is required", "epoch")
-    return check_string(epoch, "epoch", EPOCH_BYTES)
+    return check_string(epoch, "epoch", MAX_EPOCH_BYTES)
 
 
 def job_id(number: int) -> JobId:

@@ -37,7 +37,7 @@ from kvd_client.messages import messages_of
 from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
 from kvd_client.session import DaemonSession, QueryAnswer
 from kvd_proto import layout
-from kvd_proto.limits import MAX_RANKS
+from kvd_proto.limits import MAX_EPOCH_BYTES, MAX_RANKS
 from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
 SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon may hang
 SILENCE_S = 1.0
-EPOCH_BYTES = 64  # of a name, as the daemon takes it
 MAX_SILENCE_S = 32.0
 MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = (
@@ -266,7 +265,7 @@ class SchedulerConnection:
         one that no daemon takes.
         """
         epoch = epoch or os.urandom(16).hex()
-        require_text("epoch", epoch, EPOCH_BYTES)
+        require_text("epoch", epoch, MAX_EPOCH_BYTES)
         with self._changed:
             self._epoch = epoch
             session, outgoing = self._session, self._outgoing

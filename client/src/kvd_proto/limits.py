@@ -18,6 +18,7 @@ MAX_PROMPT_BLOCKS = 16384  # of a request, while somebody records
 MAX_PROMPT_BYTES = 2 << 20  # of the prompts that a step names then
 MAX_IDS = 16384  # in each list of ids
 MAX_STRING_BYTES = 256
+MAX_EPOCH_BYTES = 64  # of an epoch's name
 MAX_STRUCT_BYTES = 16 * 1024  # of transfer parameters, and of hints
 MAX_TIERS = 8
 MAX_REGIONS = 256  # of a rank's memory
