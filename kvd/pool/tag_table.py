@@ -26,7 +26,7 @@ _ONES = np.uint64(0x0101010101010101)
 _TOP_BYTE = np.uint64(56)
 _ONE = np.uint64(1)
 # Tags inserted together choose by the same counts; small batches keep the buckets level.
-_SMALLEST_BATCH = 64
+_SMALLEST_BATCH = 16
 _BATCH_SHARE = 8
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvd.core.keys import U64
@@ -381,6 +381,22 @@ def ask(reader: PageReader, hashes: list[bytes], *, singly: bool) -> list[bool]:
     rounds=st.lists(st.tuples(STEPS, STEPS), min_size=1, max_size=5),
     singly=st.booleans(),
     seed=st.integers(0, 2**32),
+)
+@example(  # numpy's batches were as large as the table, and one tag found its bucket full
+    rounds=[
+        (
+            [],
+            [
+                ("insert", 508),
+                ("remove", 0.6875),
+                ("remove", 0.875),
+                ("upkeep", 1),
+                ("insert", 126),
+            ],
+        )
+    ],
+    singly=False,
+    seed=50470795,
 )
 def test_what_stays_is_found_whatever_the_writer_does_between_two_looks(
     rounds: list[tuple[list[Step], list[Step]]], singly: bool, seed: int
