@@ -33,7 +33,8 @@ SHOWN_CHARACTERS = 16  # of a hash, in text
 def command(**flags: Any) -> int:
     """List the blocks that are there now; --follow: what changes from now on.
 
-    With --json each block is one JSON object on a line of its own.
+    With --json each block is one JSON object on a line of its own. What takes no lines for ten
+    seconds, as a pager may, is cut off where the list is long: write that to a file.
     """
     given = SimpleNamespace(**flags)
     shown = 0
@@ -62,7 +63,7 @@ def command(**flags: Any) -> int:
 def messages(stream: Any, patience_s: float | None) -> Iterator[pb.WatchEventsResponse]:
     """What comes, each within `patience_s`; TimeoutError where a daemon hangs meanwhile.
 
-    The whole list may take as long as it takes: millions of blocks, or a reader that pauses.
+    The whole list may take as long as it takes. Who takes nothing for long is ended by the daemon.
     """
     while True:
         watch = threading.Timer(patience_s or 0.0, stream.cancel)

@@ -220,6 +220,7 @@ def test_what_a_bucket_refuses_is_said_and_no_secret(
         ),
         ({"bucket": BUCKET, "access_key_file": "/a"}, "go together"),
         ({"bucket": BUCKET, "prefix": "a/b"}, "prefix: 'a/b' is not 1 to 64"),
+        ({"bucket": BUCKET, "prefix": ".."}, "prefix: '..' is not 1 to 64"),
         ({"bucket": BUCKET, "threads": 0}, "threads: 0 is not a whole number from 1 to 256"),
         (
             {"bucket": BUCKET, "access_key_file": "/none", "secret_key_file": "/none"},

@@ -64,7 +64,9 @@ _READERS: dict[str, Reader] = {
     "bucket": text(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", "a bucket's name"),
     "endpoint": text(r"https?://[^\s/]+/?", '"https://host:port"'),
     "region": text(r"[A-Za-z0-9-]{1,64}", "a region's name"),
-    "prefix": text(r"[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, _ . -"),
+    "prefix": text(
+        r"(?!\.{1,2}$)[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, _ . -, and not . or .. alone"
+    ),
     "access_key_file": path,
     "secret_key_file": path,
     "ca_file": path,
