@@ -17,6 +17,7 @@ from kvd.core.events import TimerTicked
 from kvd.core.machine import Machine, MachineConfig
 from kvd.pool import Pool, PoolConfig, row_table, sealed_json, slot_table
 from kvd.pool.config import PoolError
+from kvd.pool.ownership import note_place
 from tests.contract import pool_orders as orders
 from tests.core.invariants import check
 
@@ -56,6 +57,8 @@ def lay_out(directory: Path) -> None:
             whole = sealed_json.seal(header | {"extents_directory": str(extents)})
         (directory / path).write_bytes(whole)
         (directory / path).chmod(0o600)
+    with (directory / "pool" / "lock").open("r+b") as lock:
+        note_place(lock.fileno(), config(directory))
 
 
 def config(directory: Path) -> PoolConfig:
