@@ -472,7 +472,7 @@ def test_the_nodes_own_address_is_that_by_which_it_reaches_the_master() -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "mooncake.store", None)
-    with pytest.raises(TierUnusable, match=r"kvd\[mooncake\]"):
+    with pytest.raises(TierUnusable, match=r"'\.\[mooncake\]'"):
         MooncakeStore({"master": "127.0.0.1:1"})
 
 
