@@ -3,7 +3,8 @@
 A round is a Step with 256 stores of a block each, as of 256 requests that decode and fill a block
 in the same step; it ends when the last of them has ended for the rank. *One by one* is the same
 round without the client's word that its worker is ready for all of them at once: each has an event
-and a copy of its own. The pool is full, so every block evicts one.
+and a copy of its own. *By accounts* is the first round again, but each store has an account of its
+own, and only those of one account begin together. The pool is full, so every block evicts one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.rig import MIB, BenchEngine, daemon, keys
@@ -47,14 +50,15 @@ class Rounds:
     def fill(self) -> None:
         """Store more than the pool holds."""
         for _ in range(2 * POOL_BYTES // BLOCK_BYTES // STORES):
-            self.run(Costs(), together=True)
+            self.run(Costs())
 
-    def run(self, costs: Costs, *, together: bool) -> float:
+    def run(self, costs: Costs, *, together: bool = True, by_accounts: bool = False) -> float:
         """A round; control's ms."""
         self._prompt += 1
         step, plan = self._engine.step_of("store", keys(self._prompt, STORES), range(STORES))
-        for job in step.stores:
+        for number, job in enumerate(step.stores):
             job.ready_together = AFTER_THE_STEP if together else ALONE
+            job.context.account = f"user {number}" if by_accounts else ""
         time.sleep(0.02)  # what the last round left is done
         before = {name: processor_seconds(pid) for name, pid in self._processes.items()}
         costs.wall.append(1e3 * self._timed(step, plan))
@@ -80,27 +84,32 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=41, help="rounds of each (default 41)")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
-    together, alone = Costs(), Costs()
     with daemon(POOL_BYTES, extent_bytes=4 * MIB) as running:
         engine = BenchEngine(running.socket, "decodes", STORES, BLOCK_BYTES)
         rounds = Rounds(engine, running.pid, running.movers()[0])
         rounds.fill()
-        report.interleaved(
-            lambda: rounds.run(together, together=True),
-            lambda: rounds.run(alone, together=False),
-            options.pairs,
-        )
+        alone = beside(rounds, "one_by_one", options.pairs, together=False)
+        accounts = beside(rounds, "by_accounts", options.pairs, by_accounts=True)
         engine.close()
+    for results in (alone, accounts):
+        rows = [[name, *row.values()] for name, row in results.items()]
+        print(report.table(["", *results["wall"]], rows))
+    report.write("small_stores", {**alone, "accounts": accounts}, options.output)
+
+
+def beside(rounds: Rounds, way: str, pairs: int, **terms: bool) -> dict[str, dict[str, Any]]:
+    """Rounds together and in another way, in turn: ms of each and their ratio, by cost."""
+    together, other = Costs(), Costs()
+    report.interleaved(partial(rounds.run, together), partial(rounds.run, other, **terms), pairs)
     results = {}
     for name in ("control", "mover", "wall"):
-        ours, theirs = getattr(together, name), getattr(alone, name)
+        ours, theirs = getattr(together, name), getattr(other, name)
         results[name] = {
             "together_ms": report.Spread.of(ours),
-            "one_by_one_ms": report.Spread.of(theirs),
+            f"{way}_ms": report.Spread.of(theirs),
             "ratio": report.ratios(ours, theirs),
         }
-    print(report.table(["", *results["wall"]], [[n, *row.values()] for n, row in results.items()]))
-    report.write("small_stores", results, options.output)
+    return results
 
 
 if __name__ == "__main__":

@@ -126,6 +126,9 @@ def small_stores(results: dict[str, Any]) -> Iterator[Line]:
     ):
         yield at_most(f"256 stores of a block, {what}, × one by one", results[name]["ratio"], None)
         yield at_most("the same, ms", results[name]["together_ms"], None)
+    if accounts := results.get("accounts"):
+        what = "256 stores of a block, processor of control, × each of an account of its own"
+        yield at_most(what, accounts["control"]["ratio"], None)
 
 
 def neighbour(results: dict[str, Any]) -> Iterator[Line]:
