@@ -52,6 +52,15 @@ def remove_files(directory: Path) -> None:
                 _remove(path)
 
 
+def first_stranger(directory: Path) -> Path | None:
+    """What has the name of an extent and is no plain file, if anything has."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as found:
+        for each in found:
+            if _OURS.fullmatch(each.name) and not each.is_file(follow_symlinks=False):
+                return Path(each.path)
+    return None
+
+
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)

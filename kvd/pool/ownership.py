@@ -24,7 +24,7 @@ from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.linux.proc import locker_of, mapped_inodes, start_time_of
 from kvd.pool import sealed_json
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
-from kvd.pool.extents import Extents, remove_files
+from kvd.pool.extents import Extents, first_stranger, remove_files
 
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
 _LINE_BYTES = 128
@@ -92,16 +92,22 @@ def require_files(config: PoolConfig) -> None:
         for path in (config.directory / name, config.directory / f"{name}.new"):
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISREG(path.lstat().st_mode):
-                    raise PoolError(
-                        f"{path} is no plain file, and the pool has one of that name: remove it, or"
-                        " name another pool_directory"
-                    )
+                    raise _no_plain_file(path, "pool_directory")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISDIR(config.extents_place.lstat().st_mode):
             raise PoolError(
                 f"{config.extents_place} is no directory, and the pool's extents are in one of that"
                 " name: remove it, or name another extents_directory"
             )
+    if stranger := first_stranger(config.extents_place):
+        raise _no_plain_file(stranger, "extents_directory")
+
+
+def _no_plain_file(path: Path, setting: str) -> PoolError:
+    return PoolError(
+        f"{path} is no plain file, and the pool has one of that name: remove it, or name another"
+        f" {setting}"
+    )
 
 
 def own_pool(path: Path) -> int:

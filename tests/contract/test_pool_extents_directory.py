@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -134,9 +135,21 @@ def test_a_directory_that_can_not_be_made_is_named_with_the_setting(
         Pool.open(blocked, none)
 
 
-def test_what_can_not_be_removed_is_named_with_the_way_out(elsewhere: PoolConfig) -> None:
+def test_what_can_not_be_removed_is_named_with_the_way_out(
+    elsewhere: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is immutable (chattr +i), which tmpfs knows nothing of."""
     blocked = elsewhere.extents_place / "00001.kv"
-    blocked.mkdir(parents=True)
+    blocked.parent.mkdir(parents=True)
+    blocked.touch()
+    unlink = Path.unlink
+
+    def refused(path: Path, **terms: bool) -> None:
+        if path == blocked:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        unlink(path, **terms)
+
+    monkeypatch.setattr(Path, "unlink", refused)
     with pytest.raises(PoolError, match=rf"{blocked} can't be removed: .* a directory of its own"):
         Pool.open(elsewhere, none)
 

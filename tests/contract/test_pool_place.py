@@ -70,6 +70,17 @@ def test_what_has_the_name_of_a_pools_file_and_is_none_is_named_with_the_fix(
         is_warm(config)
 
 
+def test_a_directory_that_has_an_extents_name_is_named_with_the_fix(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    fill(config)
+    path = config.extents_place / "70007.kv"
+    path.mkdir()
+    with pytest.raises(PoolError, match=f"{path} is no plain file, .*: remove it, or"):
+        is_warm(config)
+    path.rmdir()
+    assert is_warm(config)
+
+
 def test_a_file_in_the_place_of_the_extents_directory_is_named_with_the_fix(
     shared_directory: Path,
 ) -> None:
