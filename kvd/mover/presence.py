@@ -61,7 +61,8 @@ class Presence:
 
     def is_told(self) -> bool:
         """Whether the kernel answers at all here; a filter of system calls may refuse."""
-        return present_pages(self._address, mmap.PAGESIZE, np.zeros(1, dtype=np.uint8).ctypes.data)
+        found = np.zeros(1, dtype=np.uint8)  # which must outlive the call
+        return present_pages(self._address, mmap.PAGESIZE, found.ctypes.data)
 
     def covers(self, starts: I64, size: int) -> bool:
         """Whether every page of these stretches of `size` bytes is there."""
