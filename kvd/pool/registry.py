@@ -34,7 +34,7 @@ from kvd.core.keys import NamespaceId, ScopeId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec, check_group_count
 from kvd.pool import sealed_json
 from kvd.pool.reserve import Reserve
-from kvd.pool.standing import Lost
+from kvd.pool.standing import Kept, Lost, lost
 from kvd_proto.groups import GroupKind
 
 log = logging.getLogger(__name__)
@@ -86,16 +86,10 @@ class LineFile:
         os.ftruncate(self._fd, size)
         self._size = size
 
-    def lost(self, path: Path) -> str:
-        """What somebody else did to the file that should be there; "" where it is whole."""
-        kept = os.fstat(self._fd)
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            return "was removed"
-        if (found.st_dev, found.st_ino) != (kept.st_dev, kept.st_ino):
-            return "was removed"
-        return "was cut short" if kept.st_size < self._size else ""
+    def kept(self) -> Kept:
+        """What the file is, and how long we made it."""
+        found = os.fstat(self._fd)
+        return Kept(found.st_dev, found.st_ino, self._size)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -158,8 +152,7 @@ class Registry:
 
     def missing(self) -> Lost | None:
         """The file, where it has gone or was cut short: the next start would know of no block."""
-        how = self._file.lost(self.path)
-        return Lost(self.path, how) if how else None
+        return lost(self.path, self._file.kept())
 
     @property
     def unwritten(self) -> int:

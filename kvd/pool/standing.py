@@ -21,7 +21,9 @@ class Lost(NamedTuple):
     how: str
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
+    """What a file or directory was."""
+
     device: int
     inode: int
     size: int  # of a directory 0
@@ -36,19 +38,22 @@ class Standing:
 
     def missing(self) -> Lost | None:
         """One that has gone, has given its name to another, or was cut short."""
-        for path, before in self._kept.items():
-            now = _kept(path)
-            if now is None or before is None or now[:2] != before[:2]:
-                return Lost(path, "was removed")
-            if now.size < before.size:
-                return Lost(path, "was cut short")
-        return None
+        found = (lost(path, before) for path, before in self._kept.items())
+        return next(filter(None, found), None)
 
 
-def _kept(path: Path) -> _Kept | None:
+def lost(path: Path, before: Kept | None) -> Lost | None:
+    """What is there now, where that has gone, has given its name to another, or was cut short."""
+    now = _kept(path)
+    if now is None or before is None or now[:2] != before[:2]:
+        return Lost(path, "was removed")
+    return Lost(path, "was cut short") if now.size < before.size else None
+
+
+def _kept(path: Path) -> Kept | None:
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-    return _Kept(found.st_dev, found.st_ino, size)
+    return Kept(found.st_dev, found.st_ino, size)
