@@ -16,7 +16,7 @@ from kvd.cli.options import Checked, daemon_options
 from kvd.cli.printing import show_json, size, table
 from kvd.config.settings import SETTINGS
 from kvd.config.values import parse_size, whole_number
-from kvd.core.blocks.extent_fit import WASTE_DIVISOR
+from kvd.core.blocks.extent_fit import part_fits
 from kvd.pool.config import (
     COMFORTABLE_EXTENTS,
     LEAST_CHOSEN_BYTES,
@@ -195,9 +195,8 @@ def pool_for(blocks: int, block_bytes: int, shards: int) -> int:
             pool_bytes = -(-blocks // slots) * shards * extent_bytes
             if extent_bytes > LEAST_CHOSEN_BYTES:
                 pool_bytes = max(pool_bytes, extent_bytes * COMFORTABLE_EXTENTS)
-            wasted = extent_bytes % part_bytes * WASTE_DIVISOR > extent_bytes
-            last = extent_bytes == MOST_CHOSEN_BYTES
-            if chosen_extent_bytes(pool_bytes) == extent_bytes and (last or not wasted):
+            fits = extent_bytes == MOST_CHOSEN_BYTES or part_fits(part_bytes, extent_bytes)
+            if fits and chosen_extent_bytes(pool_bytes) == extent_bytes:
                 return pool_bytes
         extent_bytes *= 2
     return blocks * part_bytes * shards  # the daemon names the extents that would do

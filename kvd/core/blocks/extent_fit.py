@@ -71,7 +71,12 @@ def _fits(group: GroupSpec, extent_bytes: int) -> bool:
     part = max(group.part_bytes)
     if part < MIN_SLOT_BYTES:
         return extent_bytes >= MIN_SLOT_BYTES
-    return extent_bytes >= part and extent_bytes % part * WASTE_DIVISOR <= extent_bytes
+    return part_fits(part, extent_bytes)
+
+
+def part_fits(part_bytes: int, extent_bytes: int) -> bool:
+    """Whether such parts leave at most a tenth of an extent."""
+    return extent_bytes >= part_bytes and extent_bytes % part_bytes * WASTE_DIVISOR <= extent_bytes
 
 
 def _better_size(state: State, spec: NamespaceSpec, needed: int) -> str:
