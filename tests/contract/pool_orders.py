@@ -72,6 +72,14 @@ def keys(count: int, seed: int = 0, hash_bytes: int = HASH_BYTES) -> KeyBatch:
     return KeyBatch.from_bytes(raw, hash_bytes)
 
 
+def fill_row(pool: Pool) -> None:
+    """8 blocks at the beginning of a row that is extent 2."""
+    introduce(pool)
+    pool.grant_row(row([2]))
+    first = 2 * SLOTS_PER_EXTENT
+    pool.write_ready(ready(range(first, first + 8), keys(8)))
+
+
 def ready(slots: Sequence[int], of: KeyBatch, scope: int = SCOPE) -> WriteReady:
     """Stamps are the slots' numbers times ten."""
     numbers = np.array(slots, dtype=np.int64)

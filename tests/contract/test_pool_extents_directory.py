@@ -42,10 +42,7 @@ def elsewhere(shared_directory: Path) -> PoolConfig:
 def fill(config: PoolConfig) -> None:
     """A row of 8 blocks, with bytes that are not zeros."""
     with opened(config) as pool:
-        orders.introduce(pool)
-        pool.grant_row(orders.row([2]))
-        first = 2 * orders.SLOTS_PER_EXTENT
-        pool.write_ready(orders.ready(range(first, first + 8), orders.keys(8)))
+        orders.fill_row(pool)
         pool.extent_files.path(2).write_bytes(b"k" * EXTENT_BYTES)
 
 

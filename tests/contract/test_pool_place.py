@@ -44,10 +44,7 @@ def socket_file(path: Path) -> None:
 
 def fill(config: PoolConfig) -> None:
     with opened(config) as pool:
-        orders.introduce(pool)
-        pool.grant_row(orders.row([2]))
-        first = 2 * orders.SLOTS_PER_EXTENT
-        pool.write_ready(orders.ready(range(first, first + 8), orders.keys(8)))
+        orders.fill_row(pool)
 
 
 def is_warm(config: PoolConfig) -> bool:

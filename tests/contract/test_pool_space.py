@@ -255,10 +255,7 @@ def test_a_pool_is_had_again_though_a_neighbour_takes_whatever_it_lets_go(
     with small_tmpfs(tmp_path / "mount", 24 << 20) as mount:
         config = orders.config(mount / "pool")
         with orders.opened(config) as pool:
-            orders.introduce(pool)
-            pool.grant_row(orders.row([2]))
-            first = 2 * orders.SLOTS_PER_EXTENT
-            pool.write_ready(orders.ready(range(first, first + 8), orders.keys(8)))
+            orders.fill_row(pool)
         monkeypatch.setattr(os, "ftruncate", greedily(os.ftruncate, mount))
         fill(mount)
         for _ in range(3):
