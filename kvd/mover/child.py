@@ -34,6 +34,7 @@ from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
 from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd.mover.rows import MappedRows
 from kvd.mover.transfers import TransferProgress, TransferQueue
+from kvd.processes import extras
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
 from kvd.processes.complaints import log_limited
 from kvd.processes.framing import BadFrame, FrameReader
@@ -421,8 +422,7 @@ def open_engine(config: MoverConfig) -> CopyEngine:
     except ImportError as error:
         raise InvalidArgument(
             f"the daemon can't use GPUs, for it has no CuPy ({error}): install kvd with its extra "
-            "cuda12 or cuda13, whichever the driver supports: in kvd's source tree, pip install "
-            "./client '.[cuda12]'",
+            f"cuda12 or cuda13, whichever the driver supports: {extras.install('cuda12')}",
             "memories[0]",
             TRANSPORT_UNSUPPORTED,
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from kvd.processes import extras
 from kvd.tiers.disk.options import DiskOptions
 from kvd.tiers.mooncake.options import MooncakeOptions
 from kvd.tiers.s3.options import S3Options
@@ -52,7 +53,6 @@ def _opened(extra: str, module: str, name: str, options: TierOptions) -> TierSto
         opener: OpenStore = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise TierUnusable(
-            f"kind: {extra!r} needs a library that is not here ({error}): in kvd's source tree,"
-            f" pip install ./client '.[{extra}]'"
+            f"kind: {extra!r} needs a library that is not here ({error}): {extras.install(extra)}"
         ) from None
     return opener(options)

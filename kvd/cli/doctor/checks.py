@@ -25,6 +25,7 @@ from kvd.pool.capacity_check import (
 )
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.ownership import refuse_owned, require_files
+from kvd.processes import extras
 from kvd.tiers.kinds import check_options
 from kvd.tiers.store import TierUnusable
 from kvd_proto.v1 import operator_pb2 as pb
@@ -317,8 +318,7 @@ def _gpus(on: Subject) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "GPU",
             "CuPy is not installed, so ranks on GPUs are refused",
-            "in kvd's source tree, pip install ./client '.[cuda12]', or '.[cuda13]' by the driver's"
-            " version",
+            f"{extras.install('cuda12')}, or '.[cuda13]' by the driver's version",
         )
     locked = system.locked_bytes
     if 0 <= locked < on.config.pool_bytes:

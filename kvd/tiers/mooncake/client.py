@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvd.linux import calls
+from kvd.processes import extras
 from kvd.processes.complaints import log_limited
 from kvd.tiers.mooncake import codes
 from kvd.tiers.mooncake.codes import require_codes
@@ -79,8 +80,8 @@ class MooncakeClient:
             module = importlib.import_module("mooncake.store")
         except ImportError as error:
             raise TierUnusable(
-                f"Mooncake's client can't be loaded ({error}): in kvd's source tree, pip install"
-                " ./client '.[mooncake]', and Debian's libibverbs1, libnuma1 and libcurl4"
+                f"Mooncake's client can't be loaded ({error}): {extras.install('mooncake')}, and"
+                " Debian's libibverbs1, libnuma1 and libcurl4"
             ) from None
         replication = module.ReplicateConfig()
         replication.replica_num = options.replicas
