@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -119,12 +120,18 @@ def drive_verbs(rig: Rig, sessions: list[keys.SessionId]) -> None:
 def drive_small_stores(rig: Rig, main: keys.SessionId) -> None:
     """What a step stores of requests that decode, each of which has stored some blocks before."""
     count = SMALL_STORE_KEYS
-    named = f"{STORES_TOGETHER} of {count} keys, evicting"
-    for outcome in (events.TransferOutcome.DONE, events.TransferOutcome.FAILED):
-        for _ in range(STORES_TOGETHER):
-            rig.store(main, (rig.run(4 * count),), "", "last")
+    ways = {
+        f"{STORES_TOGETHER} of {count} keys, evicting": ["last"] * STORES_TOGETHER,
+        f"{STORES_TOGETHER} of {count} keys and accounts, evicting": [
+            f"user {number}" for number in range(STORES_TOGETHER)
+        ],
+    }
+    outcomes = (events.TransferOutcome.DONE, events.TransferOutcome.FAILED)
+    for (named, accounts), outcome in itertools.product(ways.items(), outcomes):
+        for account in accounts:
+            rig.store(main, (rig.run(4 * count),), "", account)
         rig.finish("")
-        rig.store_together(main, STORES_TOGETHER, count, named, "last")
+        rig.store_together(main, accounts, count, named)
         rig.finish(f"{named}, {outcome.name.lower()}", outcome)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -308,12 +308,12 @@ class Rig:
             self.call(event, kind)
 
     def store_together(
-        self, session: keys.SessionId, stores: int, count: int, kind: str, account: str
+        self, session: keys.SessionId, accounts: Sequence[str], count: int, kind: str
     ) -> None:
-        """So many keys for each of the last requests, in one event."""
-        asked = []
-        for number in range(stores):
-            name = f"r{self.jobs - number}"
+        """So many keys for each of the last requests, of these accounts, in one event."""
+        asked, stores = [], len(accounts)
+        for number, account in enumerate(accounts):
+            name = f"r{self.jobs - stores + 1 + number}"
             context = events.RequestContext(keys.RequestId(name), account=account)
             blocks = np.arange(number * count, (number + 1) * count, dtype=np.uint32)
             run = events.Run(0, self.fresh_keys(count), blocks.reshape(-1, 1), 1024)

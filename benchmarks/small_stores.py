@@ -4,7 +4,7 @@ A round is a Step with 256 stores of a block each, as of 256 requests that decod
 in the same step; it ends when the last of them has ended for the rank. *One by one* is the same
 round without the client's word that its worker is ready for all of them at once: each has an event
 and a copy of its own. *By accounts* is the first round again, but each store has an account of its
-own, and only those of one account begin together. The pool is full, so every block evicts one.
+own, and so a scope. The pool is full, so every block evicts one.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ class StoreRequested:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoresRequested:
-    """Small stores of one step, each whole, none `request_level`, all of one account.
+    """Small stores of one step, each whole, none `request_level`.
 
     Reply: a Verdict for each that began, all of them together; None where an event of its own must
     say what becomes of it. Nothing has changed for those.

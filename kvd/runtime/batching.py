@@ -138,8 +138,8 @@ def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
 def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequested]]:
     """Cut a step's stores into those that may begin in one event, in their order.
 
-    Small ones may, of one account and few groups, that wait for no others, and for which the client
-    says that its workers are ready at the same moment. Each of the rest is alone.
+    Small ones may, of few groups, that wait for no others, and for which the client says that its
+    workers are ready at the same moment. Each of the rest is alone.
     """
     few: list[StoreRequested] = []
     runs, groups = 0, set[int]()
@@ -150,7 +150,6 @@ def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequ
             and len(few) < STORES_TOGETHER
             and runs + len(store.runs) <= RUNS_TOGETHER
             and len(groups | named) <= GROUPS_TOGETHER
-            and store.context.account == few[0].context.account
             and store.ready_together == few[0].ready_together
             and _may_share(few[0])
             and _may_share(store)

@@ -366,9 +366,11 @@ class Bench:
             return 0
         return len(self.machine.state.sessions[SessionId(session)].leases[answer.lease].slots)
 
-    def statuses(self, numbers: Sequence[int], session: int = 1, account: str = "") -> str:
+    def statuses(
+        self, numbers: Sequence[int], session: int = 1, account: str = "", group: int = 0
+    ) -> str:
         """M(iss), H(it), P(ending), R(etry) by key; lower case m where a store is filtered."""
-        answer = self.lookup(numbers, session, account=account)
+        answer = self.lookup(numbers, session, account=account, group=group)
         return "".join({0: "m", 4: "M", 1: "H", 2: "P", 3: "R"}[s] for s in answer.statuses)
 
     def gone(self, mover: int) -> list[act.Action]:

@@ -17,7 +17,7 @@ import numpy as np
 from kvd.core.claims.hand_off import MAX_CLAIMS_PER_TENANT, MAX_HAND_OFFS_PER_TENANT
 from kvd.core.events import JobKind
 from kvd.core.jobs.waits import MAX_TENANT_WAITING_BYTES, MAX_WAITING_BYTES
-from kvd.core.keys import NamespaceId, ScopeId, Slots
+from kvd.core.keys import ScopeId, Slots
 from kvd.core.machine import Machine
 from kvd.core.model.backlog import CallOff
 from kvd.core.model.index import NOWHERE
@@ -29,6 +29,7 @@ from kvd.core.upkeep import verify
 from kvd.core.upkeep.verify import Finding
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
+from tests.core.share_invariants import check_rights, check_shares
 
 if TYPE_CHECKING:
     from kvd.core.model.size_class import SizeClass
@@ -58,8 +59,8 @@ def check(machine: Machine) -> None:
     _check_busy_blocks(state)
     _check_sessions(state)
     _check_disuse(state)
-    _check_shares(state)
-    _check_rights(state)
+    check_shares(state)
+    check_rights(state)
     _check_tiers(state)
     if next(_CHECKS) % VERIFIED_EVERY == 0:
         assert verified(machine) == [], "what `kvd verify` says"
@@ -543,58 +544,14 @@ def _check_disuse(state: State) -> None:
     assert sum(len(n.classes) for n in state.namespaces.values()) == len(state.classes)
     assert expiring.epochs.keys() == own - epochs, "own epochs that nobody is in"
     pieces = {transfer.piece for transfer in state.transfers.values()}
-    in_flight = Counter(part.scope for piece in pieces for part in piece.parts)
-    in_flight.update(part.scope for copy in state.below.copies.values() for part in copy.parts)
+    parts = [part for piece in pieces for part in piece.parts]
+    parts += [part for copy in state.below.copies.values() for part in copy.parts]
+    in_flight = Counter(scope for part in parts for scope in part.scopes)
+    for part in (part for piece in pieces if not piece.failed for part in piece.parts):
+        theirs = np.unique(state.slots.scopes[part.slots]).tolist()
+        assert theirs == sorted(part.scopes), "a copy of blocks of other scopes"
     in_flight.update(wait.scope for s in state.sessions.values() for wait in s.waits)
     assert state.in_flight == in_flight, "scopes in flight"
     for claim in state.claims:
         known = state.classes.get(claim.owner.name) is claim.owner
         assert known, "a row is claimed for a namespace that is forgotten"
-
-
-def _check_shares(state: State) -> None:
-    """Who pays for what, and which scopes hold nothing, is as the tables say."""
-    if state.recovered:
-        return
-    states = state.slots.state
-    held = np.flatnonzero((states == SlotState.READY) | (states == SlotState.RESERVED))
-    shares = state.scope_shares
-    blocks = Counter(state.slots.scopes[held].tolist())
-    assert shares.blocks == blocks, "blocks by scope"
-    empty = {scope for scopes in shares.empty.values() for scope in scopes}
-    assert empty == state.scopes.keys() - blocks.keys(), "scopes without a block"
-    assert shares.taken.total() == len(state.scopes), "scopes by payer"
-    paid = Counter(namespace.payer for namespace in state.namespaces.values())
-    assert state.namespaces_of == paid, "namespaces by payer"
-
-
-def _check_rights(state: State) -> None:
-    """Rights are counted as the sessions and rows are."""
-    rights, payers = state.rights, state.rights.payers
-    held: Counter[NamespaceId] = Counter()
-    for row in state.rows.values():
-        if not (row.orphaned or row.emptying):
-            held[row.size_class.namespace] += len(row.extents)
-    used = {s.namespace for s in state.sessions.values()}
-    able = {n for n in used if state.namespaces[n].classes[0].shards <= state.usable_extents}
-    assert rights.uses.keys() == held.keys() | able, "namespaces with rows or rights"
-    for number, use in rights.uses.items():
-        assert use.held == held[number], "extents held"
-        assert (use.payer is not None) == (number in able), "a namespace in use is charged to one"
-        users = Counter(s.payer for s in state.sessions.values() if s.namespace == number)
-        assert use.sessions == (users if number in able else Counter()), "sessions by payer"
-        if use.payer is not None:
-            assert use.payer.name in users, "it is charged to one who doesn't use it"
-            assert payers[use.payer.name] is use.payer, "a payer"
-            assert (number in use.payer.shared) == (len(users) > 1), "a namespace that others use"
-    for payer in payers.values():
-        mine = [use for use in rights.uses.values() if use.payer is payer]
-        assert mine, "a payer to whom nothing is charged"
-        assert payer.classes == sum(use.classes for use in mine), "classes"
-        assert payer.shards == sum(use.shards for use in mine), "shards"
-        assert payer.held == sum(use.held for use in mine), "extents held by a payer"
-        assert payer.widest == max(use.width for use in mine), "the widest row"
-    assert rights.shards == sum(payer.shards for payer in payers.values()), "shards in all"
-    assert rights.widest == sum(payer.widest for payer in payers.values()), "widest rows in all"
-    shares = sum(rights.share(payer, state.usable_extents) for payer in payers.values())
-    assert shares <= state.usable_extents, "shares add up to no more than the pool"

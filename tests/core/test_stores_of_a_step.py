@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.jobs.together import BOARDS_TOLD
-from kvd.core.keys import JobId, RequestId, SessionId
+from kvd.core.keys import JobId, RequestId, ScopeId, SessionId
 from tests.core.bench import Bench, context, engine_blocks, keys, only, small, spec
 
 
@@ -68,3 +72,60 @@ def test_tail_does_not_begin_before_a_head_that_begins_alone() -> None:
     tail = ev.StoreRequested(SessionId(1), bench._job(0), context("", "q"), (run,))
     made = bench.feed(ev.StoresRequested(SessionId(1), (*event.stores, tail)))
     assert begun(made) == [event.stores[1].job, event.stores[2].job]
+
+
+OFFERED = st.lists(
+    st.tuples(
+        st.sampled_from(["", "", "a", "b", "c"]),  # account
+        st.integers(0, 1),  # group
+        st.integers(0, 11),  # first key, and place in the prompt
+        st.integers(1, 4),  # keys
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(OFFERED, min_size=1, max_size=4))
+def test_accounts_that_begin_together_leave_what_each_would_leave_alone(
+    steps: list[list[tuple[str, int, int, int]]],
+) -> None:
+    joint, alone = (small(extents=12) for _ in range(2))  # room for all
+    for bench in (joint, alone):
+        bench.open(namespace=spec(groups=2))
+    for number, step in enumerate(steps):
+        events = [of_account(100 * number + n + 1, *offered) for n, offered in enumerate(step)]
+        made = joint.feed(ev.StoresRequested(SessionId(1), tuple(events)))
+        first = set(begun(made))
+        assert len(first) != 1
+        for event in events:
+            if event.job not in first:
+                joint.feed(event)
+        joint.finish()
+        for event in sorted(events, key=lambda each: each.job not in first):
+            alone.feed(event)
+        alone.finish()
+        assert left_by(joint) == left_by(alone)
+
+
+def of_account(job: int, account: str, group: int, first: int, count: int) -> ev.StoreRequested:
+    """A store of keys that stand where their numbers say, from engine blocks of its own."""
+    blocks = range(4 * job % 400, 4 * job % 400 + count)
+    run = ev.Run(group, keys(*range(first, first + count)), engine_blocks(blocks), first)
+    named = context(account, f"{account}-{job}")
+    return ev.StoreRequested(SessionId(1), JobId(job), named, (run,))
+
+
+def left_by(bench: Bench) -> object:
+    """What anybody can find, whose scopes are whose, and what is counted."""
+    state = bench.machine.state
+    named = itertools.product(("", "a", "b", "c"), (0, 1))
+    found = [bench.statuses(range(16), account=account, group=group) for account, group in named]
+    blocks = Counter[tuple[str, int]]()
+    for scope, count in state.scope_shares.blocks.items():
+        known = state.scopes[ScopeId(scope)]
+        blocks[known.account, known.group] += count
+    open_ones = {(scope.account, scope.group) for scope in state.scopes.values()}
+    tenants = [(t.tenant, t.used_bytes, t.tally.ready) for t in state.tenants.values()]
+    return found, blocks, open_ones, tenants

@@ -145,8 +145,8 @@ def test_each_job_is_its_request_s(bench: Bench) -> None:
     assert [job.prefix for job in jobs] == [session.prefixes[RequestId(r)] for r in "ab"]
 
 
-def salted(store: ev.StoreRequested) -> ev.StoreRequested:
-    return replace(store, context=replace(store.context, account="salt"))
+def salted(store: ev.StoreRequested, account: str = "salt") -> ev.StoreRequested:
+    return replace(store, context=replace(store.context, account=account))
 
 
 def test_an_account_s_first_blocks_open_its_scope(bench: Bench) -> None:
@@ -158,21 +158,74 @@ def test_an_account_s_first_blocks_open_its_scope(bench: Bench) -> None:
     assert bench.statuses([10, 20]) + bench.statuses([10, 20], session=2, account="salt") == "MMMM"
 
 
-def test_none_begins_where_the_account_can_have_no_scope(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("groups", [1, 3])
+def test_none_begins_where_an_account_can_have_no_scope(
+    monkeypatch: pytest.MonkeyPatch, groups: int
 ) -> None:
-    asked_for = []
-
-    def fit(*about: Any) -> bool:
-        asked_for.append(about)
-        return False
-
-    monkeypatch.setattr(namespaces, "scopes_fit", fit)
-    session, state = bench.machine.state.sessions[SessionId(1)], bench.machine.state
-    made, begun = begin(bench, salted(asked(1, 10)), salted(asked(2, 20)))
+    bench = small()
+    bench.open(namespace=spec(groups=groups))
+    stores = [salted(asked(number, number), f"user {number}") for number in (1, 2, 3)]
+    state = bench.machine.state
+    # As many as leave the payer just too few: it may have three quarters of what others leave.
+    most = next(n for n in range(100) if 3 * (n - 4 * groups + 1) >= 4 * groups)
+    monkeypatch.setattr(namespaces, "MAX_SCOPES", most - 1)
+    made, begun = begin(bench, *stores)
     assert (begun, len(made)) == ([], 1)
-    named = state.namespaces[session.namespace].spec
-    assert asked_for == [(state, named, session.payer, session.epoch, "salt")]
+    assert len(state.scopes) == groups, "the empty account's"
+    monkeypatch.setattr(namespaces, "MAX_SCOPES", most)
+    assert begin(bench, *stores)[1] == [1, 2, 3]
+    assert len(state.scopes) == groups + 3
+
+
+def test_none_begins_where_a_scope_would_be_forgotten_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = small()
+    bench.open()
+    begin(bench, *(salted(asked(n, n), f"user {n}") for n in (1, 2)))
+    bench.finish(outcome=FAILED)  # now their scopes are empty, and may be forgotten
+    monkeypatch.setattr(namespaces, "MAX_SCOPES", len(bench.machine.state.scopes))
+    stores = [salted(asked(10 + n, 10 + n), f"user {n}") for n in (1, 3)]
+    assert begin(bench, *stores)[1] == []
+    for store in stores:  # each by itself
+        bench.feed(store)
+    bench.finish()
+    assert bench.statuses([11], account="user 1") + bench.statuses([13], account="user 3") == "HH"
+
+
+def test_accounts_share_a_copy_and_nothing_else() -> None:
+    bench = small()
+    bench.open(namespace=spec(groups=2))
+    both = tuple(ev.Run(g, keys(10), engine_blocks([5 + g])) for g in (0, 1))
+    stores = [
+        salted(asked(1, 10, blocks=[1]), "a"),
+        salted(asked(2, 10, blocks=[2]), "b"),
+        salted(asked(3, 10, 11, blocks=[3, 4]), ""),
+        salted(replace(asked(4), runs=both), "c"),
+    ]
+    made, begun = begin(bench, *stores)
+    assert begun == [1, 2, 3, 4]
+    (order,) = only(made, act.StartTransfer)
+    assert [(part.group, len(part.slots)) for part in order.parts] == [(0, 5), (1, 1)]
+    news = only(bench.finish(made), act.AnnounceStored)
+    stored = sorted((each.account, each.group, len(each.keys)) for each in news)
+    assert stored == [("", 0, 2), ("a", 0, 1), ("b", 0, 1), ("c", 0, 1), ("c", 1, 1)]
+    for account, found in (("a", "HM"), ("b", "HM"), ("", "HH"), ("c", "HM"), ("d", "MM")):
+        assert bench.statuses([10, 11], account=account) == found
+    assert begin(bench, *(replace(each, job=JobId(10 + each.job)) for each in stores))[1] == []
+
+
+def test_engine_block_of_another_account_s_store_is_copied_once(bench: Bench) -> None:
+    stores = [salted(asked(n, n, blocks=[7]), f"user {n}") for n in (1, 2)]
+    assert begin(bench, *stores, salted(asked(3, 3), "c"))[1] == [1, 3]
+
+
+def test_accounts_whose_blocks_are_cleared_meanwhile_fail_together(bench: Bench) -> None:
+    made, _ = begin(bench, *(salted(asked(n, n), f"user {n}") for n in (1, 2)))
+    bench.clear()
+    last = bench.finish(made)
+    assert [each[1:3] for each in ended(last)] == [(ev.JobStatus.FAILED, "RESET")] * 2
+    assert bench.statuses([1], account="user 1") == "M"
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,14 @@ def scopes_fit(state: State, spec: NamespaceSpec, payer: str, epoch: str, accoun
     return share_left(taken - len(mine), whole - gone, MAX_SCOPES) >= new
 
 
+def may_open(state: State, payer: str, scopes: int) -> bool:
+    """Whether the payer may open so many without any being forgotten for it."""
+    if state.next_scope + max(scopes, MAX_GROUPS) > LAST_SCOPE + 1:
+        return False
+    taken = state.scope_shares.taken[payer]
+    return share_left(taken, len(state.scopes), MAX_SCOPES) >= scopes
+
+
 def _forgettable_scopes(
     state: State, payer: str, wanted: int
 ) -> tuple[list[ScopeId], list[ScopeId]]:

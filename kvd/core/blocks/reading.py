@@ -9,7 +9,7 @@ import numpy as np
 
 from kvd.core.blocks import namespaces
 from kvd.core.errors import GROUP_COUNT, HASH_BYTES, TOO_MANY_KEYS, InvalidArgument
-from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
+from kvd.core.keys import NO_SCOPE, U32, U64, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import Namespace, Session, State
@@ -21,6 +21,14 @@ class Located(NamedTuple):
     """Keys of one group: the scope in which they meet others, None where nobody has opened it."""
 
     scope: ScopeId | None
+    tags: U64
+    slots: Slots  # NOWHERE for the unknown
+
+
+class LocatedEach(NamedTuple):
+    """Keys of one group, each in the scope of an account: NO_SCOPE where nobody has opened it."""
+
+    scopes: U32
     tags: U64
     slots: Slots  # NOWHERE for the unknown
 
@@ -62,3 +70,27 @@ def locate(state: State, session: Session, account: str, group: int, words: U64)
     namespace = state.namespace_of(session)
     seed = namespaces.scope_seed(state, namespace, session.epoch, account, group)
     return Located(None, tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64))
+
+
+def locate_each(
+    state: State, session: Session, accounts: Sequence[str], group: int, words: U64
+) -> LocatedEach:
+    """`locate` of keys of several accounts: `accounts[n]` is the n-th key's."""
+    known = dict.fromkeys(accounts)
+    if len(known) == 1:
+        scope, tags, slots = locate(state, session, accounts[0], group, words)
+        return LocatedEach(np.full(len(words), scope or NO_SCOPE, dtype=np.uint32), tags, slots)
+    named = {account: _number_and_seed(state, session, account, group) for account in known}
+    numbers, seeds = zip(*(named[account] for account in accounts), strict=True)
+    scopes, tags = np.array(numbers, dtype=np.uint32), tags_of(words, np.array(seeds, np.uint64))
+    return LocatedEach(scopes, tags, state.index.find(tags, words, scopes))
+
+
+def _number_and_seed(
+    state: State, session: Session, account: str, group: int
+) -> tuple[ScopeId, int]:
+    scope = namespaces.find_scope(state, session, account, group)
+    if scope is not None:
+        return scope.scope, scope.seed
+    namespace = state.namespace_of(session)
+    return NO_SCOPE, namespaces.scope_seed(state, namespace, session.epoch, account, group)

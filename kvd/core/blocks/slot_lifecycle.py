@@ -18,7 +18,7 @@ from kvd.core.actions import (
     WriteFree,
     WriteReady,
 )
-from kvd.core.keys import I32, NO_SLOTS, U64, KeyBatch, ScopeId, Slots
+from kvd.core.keys import I32, NO_SLOTS, U32, U64, KeyBatch, ScopeId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Offer
@@ -44,20 +44,21 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId, sight: Sight) -> Slots:
 
     From here on the policy knows them: they are as young as their store's admission is late.
     """
-    slots = occupy(turn, fresh, scope)
+    slots = occupy(turn, fresh, np.full(len(fresh.tags), scope, dtype=np.uint32))
     fresh.size_class.policy.insert(slots, fresh.tags, sight)
     return slots
 
 
-def occupy(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
-    """`reserve` of blocks of several requests: the caller tells the policy of them, each once."""
+def occupy(turn: Turn, fresh: Offer, scopes: U32) -> Slots:
+    """`reserve` of blocks of several requests, each in a scope of its own: the caller tells the
+    policy of them, each once."""
     state = turn.state
     owner = fresh.size_class
     slots = owner.free.take(len(fresh.tags))
     table = state.slots
     table.move(slots, SlotState.FREE, SlotState.RESERVED)
     table.tags[slots] = fresh.tags
-    table.scopes[slots] = scope
+    table.scopes[slots] = scopes
     table.stamps[slots] = coarse_stamp(turn.now_ns)
     table.write_keys(slots, fresh.words)
     if state.has_retained:
@@ -68,7 +69,7 @@ def occupy(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
         table.below[slots] = 0
         table.sources[slots] = 0
     state.index.insert(slots)
-    state.scope_shares.put(scope, len(slots))
+    state.scope_shares.put_each(scopes)
     owner.count(reserved=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     return slots

@@ -40,9 +40,10 @@ SHORT_BLOCKS = 512
 
 
 class Growth(NamedTuple):
-    """Blocks that were admitted for a request, and their places in its prompt."""
+    """Blocks of a scope that were admitted for a request, and their places in its prompt."""
 
     prefix: Prefix
+    scope: ScopeId
     slots: Slots
     blocks: Slots
 
@@ -177,27 +178,25 @@ def grow(turn: Turn, session: Session, prefix: Prefix, part: Part, blocks: Slots
     """These blocks were admitted for the request: note them, and renew all that it has used, now
     or with one of the next if there is much of it.
     """
-    if _has_grown(turn.state, session, part.scope, Growth(prefix, part.slots, blocks)):
+    if _has_grown(turn.state, session, Growth(prefix, part.scope, part.slots, blocks)):
         _renew(turn, prefix, part.scope, part.size_class)
 
 
-def grow_together(
-    turn: Turn, session: Session, owner: SizeClass, scope: ScopeId, grown: Sequence[Growth]
-) -> None:
+def grow_together(turn: Turn, session: Session, owner: SizeClass, grown: Sequence[Growth]) -> None:
     """`grow` of several requests."""
     state = turn.state
-    due = [each.prefix for each in grown if _has_grown(state, session, scope, each)]
+    due = [(each.prefix, each.scope) for each in grown if _has_grown(state, session, each)]
     if owner.policy.heeds_requests:
-        for prefix in due:
+        for prefix, scope in due:
             _renew(turn, prefix, scope, owner)
     elif due:
-        slots = held_together(state, due, scope)
+        slots = held_together(state, due)
         slot_lifecycle.touch_each(turn, owner, slots, 0, as_use=False)
 
 
-def _has_grown(state: State, session: Session, scope: ScopeId, more: Growth) -> bool:
+def _has_grown(state: State, session: Session, more: Growth) -> bool:
     """Note the blocks. Whether all that the request has used is to be renewed."""
-    prefix, blocks = more.prefix, more.blocks
+    prefix, scope, blocks = more.prefix, more.scope, more.blocks
     in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
     note_each(state, session, prefix, more.slots, blocks)
     used = prefix.used.get(scope)
@@ -222,20 +221,22 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     return used.slots
 
 
-def held_together(state: State, prefixes: Iterable[Prefix], scope: ScopeId) -> Slots:
-    """`held` of several requests, distinct."""
-    some = [each for each in prefixes if scope in each.used]
+def held_together(state: State, asked: Iterable[tuple[Prefix, ScopeId]]) -> Slots:
+    """`held` of several requests, each in a scope, distinct."""
+    some = [(prefix, scope) for prefix, scope in asked if scope in prefix.used]
     if not some:
         return NO_SLOTS
-    slots = np.concatenate([each.used[scope].slots for each in some])
-    still = _is_there(state, slots, scope)
+    used = [prefix.used[scope].slots for prefix, scope in some]
+    slots = np.concatenate(used)
+    scopes = np.array([scope for _, scope in some]).repeat([len(each) for each in used])
+    still = _is_there(state, slots, scopes)
     if np.count_nonzero(still) < len(still):  # the place of one that is gone may be another's soon
-        slots = np.concatenate([held(state, each, scope) for each in some])
+        slots = np.concatenate([held(state, *each) for each in some])
     return state.slots.distinct(slots)
 
 
-def _is_there(state: State, slots: Slots, scope: ScopeId) -> Bools:
-    """Which of the slots still hold blocks of the scope."""
+def _is_there(state: State, slots: Slots, scope: ScopeId | Slots) -> Bools:
+    """Which of the slots still hold blocks of the scope, or of the one that each is asked for."""
     states = state.slots.state.take(slots)
     still: Bools = states == READY
     still |= states == RESERVED

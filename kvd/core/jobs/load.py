@@ -61,4 +61,4 @@ def _unclaimed(state: State, offer: Offer) -> Slots:
 def _part(state: State, offer: Offer) -> Part:
     scope = ScopeId(int(state.slots.scopes[offer.slots[0]]))
     pinned = state.slots.distinct(offer.slots)
-    return Part(offer.size_class, scope, offer.slots, pinned, offer.engine_blocks)
+    return Part(offer.size_class, (scope,), offer.slots, pinned, offer.engine_blocks)

@@ -9,7 +9,7 @@ import numpy as np
 from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
-from kvd.core.keys import Bools
+from kvd.core.keys import U32, U64, Bools, Slots
 from kvd.core.model.job import Offer
 from kvd.core.model.state import Session, State
 from kvd_proto.groups import GroupKind
@@ -21,7 +21,7 @@ def read_offers(state: State, session: Session, account: str, runs: Sequence[Run
 
     Raises InvalidArgument where a run can't be meant, whatever the state.
     """
-    _check_runs(state, session, runs)
+    check_runs(state, session, runs)
     by_group: dict[int, list[Run]] = {}
     for run in runs:
         if len(run.keys):
@@ -57,7 +57,8 @@ def check_loaded_places(state: State, session: Session, runs: Sequence[Run]) -> 
             )
 
 
-def _check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
+def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
+    """Raise InvalidArgument where a run can't be meant."""
     owners = check_keys(state, session, [(run.group, run.keys) for run in runs])
     for run, owner in zip(runs, owners, strict=True):
         shape = (len(run.keys), owner.spec.blocks_per_block)
@@ -80,7 +81,14 @@ def _check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
 
 def _read_group(state: State, session: Session, account: str, runs: list[Run]) -> Offer:
     group = runs[0].group
-    namespace = state.namespace_of(session)
+    words, engine_blocks, blocks = joined(runs)
+    scope, tags, slots = locate(state, session, account, group, words)
+    owner = state.namespace_of(session).classes[group]
+    return Offer(owner, scope, words, tags, engine_blocks, blocks, slots)
+
+
+def joined(runs: Sequence[Run]) -> tuple[U64, U32, Slots]:
+    """Words of the keys, engine blocks, and places in the prompt, of runs of one group."""
     if len(runs) == 1:
         words, engine_blocks = runs[0].keys.words, runs[0].engine_blocks
         blocks = np.arange(runs[0].first_block, runs[0].first_block + len(words))
@@ -88,8 +96,7 @@ def _read_group(state: State, session: Session, account: str, runs: list[Run]) -
         blocks = np.concatenate([run.first_block + np.arange(len(run.keys)) for run in runs])
         words = np.concatenate([run.keys.words for run in runs])
         engine_blocks = np.concatenate([run.engine_blocks for run in runs])
-    scope, tags, slots = locate(state, session, account, group, words)
-    return Offer(namespace.classes[group], scope, words, tags, engine_blocks, blocks, slots)
+    return words, engine_blocks, blocks
 
 
 def _only(offer: Offer, whole: Bools) -> Offer:

@@ -196,7 +196,7 @@ def reserve_part(turn: Turn, fresh: Offer, scope: ScopeId, used: Prefix) -> Part
     """Slots for these blocks of a request; there is room for them."""
     sight = prefix.sight(turn, used, scope, int(fresh.blocks[0]))
     slots = slot_lifecycle.reserve(turn, fresh, scope, sight)
-    return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
+    return Part(fresh.size_class, (scope,), slots, slots, fresh.engine_blocks)
 
 
 def _note_unstored(turn: Turn, offer: Offer, rows: Slots | slice, why: WhyGone) -> None:

@@ -21,14 +21,15 @@ import numpy.typing as npt
 
 from kvd.core.actions import Reply, Verdict
 from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.blocks.reading import locate_each
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import prefix
 from kvd.core.errors import KvdError
-from kvd.core.events import JobKind, StoreRequested, StoresRequested
+from kvd.core.events import JobKind, Run, StoreRequested, StoresRequested
 from kvd.core.jobs import transfer
-from kvd.core.jobs.offer import read_offers, whole_rows
-from kvd.core.jobs.store import can_store, in_flight, open_scope, scopes_fit
-from kvd.core.keys import Bools, JobId, ScopeId, Slots
+from kvd.core.jobs.offer import check_runs, joined, whole_rows
+from kvd.core.jobs.store import can_store, in_flight
+from kvd.core.keys import NO_SCOPE, U32, Bools, JobId, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobShare, JobState, Offer, Part, Prefix
 from kvd.core.model.size_class import SizeClass
@@ -48,10 +49,15 @@ MAX_KEPT_BLOCKS = 32_768  # of all the requests, which are not to make room for 
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """An offer of several stores. `stores`: the number of each row's, ascending."""
+    """An offer of several stores, whose own `scope` says nothing.
+
+    `stores`: the number of each row's, ascending. `scopes`: each row's, of its store's account;
+    NO_SCOPE where it is yet to be opened.
+    """
 
     offer: Offer
     stores: Slots
+    scopes: U32
 
     def of(self, wanted: Bools) -> Rows:
         """The rows of the wanted stores."""
@@ -59,16 +65,15 @@ class Rows:
         if np.count_nonzero(mine) == len(mine):
             return self
         rows = np.flatnonzero(mine)
-        return Rows(self.offer.rows(rows), self.stores[rows])
+        return Rows(self.offer.rows(rows), self.stores[rows], self.scopes[rows])
 
-    def by_store(self) -> Iterator[tuple[int, slice]]:
-        """Each store that has any, and which they are."""
+    def by_store(self) -> Iterator[tuple[int, ScopeId, slice]]:
+        """Each store that has any, the scope of its rows, and which they are."""
         starts = np.flatnonzero(np.diff(self.stores, prepend=-1))
         ends = [*starts[1:].tolist(), len(self.stores)]
-        for number, start, end in zip(
-            self.stores[starts].tolist(), starts.tolist(), ends, strict=True
-        ):
-            yield number, slice(start, end)
+        firsts = (self.stores[starts].tolist(), self.scopes[starts].tolist(), starts.tolist())
+        for number, scope, start, end in zip(*firsts, ends, strict=True):
+            yield number, ScopeId(scope), slice(start, end)
 
 
 def store_together(turn: Turn, event: StoresRequested) -> None:
@@ -87,22 +92,19 @@ def store_together(turn: Turn, event: StoresRequested) -> None:
 def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> dict[int, int]:
     """Blocks that will go, by the number of each store that began."""
     state = turn.state
-    account = stores[0].context.account
     if state.draining or state.admission.threshold > 1 or not can_store(state, session):
         return {}
     wanted = _may_begin(session, stores[: _most(state, session, stores)])
     try:
-        namespaces.check_name(account, "account")
-        several = _read(state, session, account, stores[: len(wanted)])
+        several = _read(state, session, stores[: len(wanted)])
     except KvdError:
         return {}
     for rows in several:
         wanted[rows.stores[_obstructed(session, rows.offer)]] = False
     _keep_order(wanted, stores)
-    offers = [rows.offer for rows in several]
-    if np.count_nonzero(wanted) < 2 or not scopes_fit(state, session, account, offers):
-        return {}
     several = [rows for rows in (each.of(wanted) for each in several) if len(rows.stores)]
+    if np.count_nonzero(wanted) < 2 or not _may_open_scopes(state, session, stores, several):
+        return {}
     prefixes = {
         number: prefix.of_context(state, session, stores[number].context)
         for number in np.flatnonzero(wanted).tolist()
@@ -110,7 +112,7 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     needs = [(rows.offer.size_class, len(rows.stores)) for rows in several]
     if make_room(turn, needs, lambda: _kept(state, prefixes, several)):
         return {}
-    parts = [_reserve(turn, session, account, rows, prefixes) for rows in several]
+    parts = [_reserve(turn, session, stores, rows, prefixes) for rows in several]
     shares = _shares(session, stores, prefixes, several)
     transfer.start_shared(turn, tuple(shares.values()), tuple(parts))
     grant_spare(turn, [part.size_class for part in parts])
@@ -159,20 +161,49 @@ def _keep_order(wanted: Bools, stores: Sequence[StoreRequested]) -> None:
             wanted[number] = False
 
 
-def _read(
-    state: State, session: Session, account: str, stores: Sequence[StoreRequested]
-) -> list[Rows]:
+def _read(state: State, session: Session, stores: Sequence[StoreRequested]) -> list[Rows]:
     """Of each group its blocks. Raises InvalidArgument where a run can't be meant."""
-    runs = [run for each in stores for run in each.runs]
-    numbers = [number for number, each in enumerate(stores) for _ in each.runs]
-    offers = read_offers(state, session, account, runs)
-    several = []
-    for offer in offers:
-        group = offer.size_class.group
-        mine = [n for n, run in zip(numbers, runs, strict=True) if run.group == group]
-        counts = [len(run.keys) for run in runs if run.group == group]
-        several.append(Rows(offer, np.repeat(np.array(mine, dtype=np.int64), counts)))
-    return several
+    for account in {each.context.account for each in stores}:
+        namespaces.check_name(account, "account")
+    check_runs(state, session, [run for each in stores for run in each.runs])
+    by_group: dict[int, list[tuple[int, Run]]] = {}
+    for number, each in enumerate(stores):
+        for run in each.runs:
+            if len(run.keys):
+                by_group.setdefault(run.group, []).append((number, run))
+    return [_read_group(state, session, stores, group, has) for group, has in by_group.items()]
+
+
+def _read_group(
+    state: State,
+    session: Session,
+    stores: Sequence[StoreRequested],
+    group: int,
+    numbered: list[tuple[int, Run]],
+) -> Rows:
+    runs = [run for _, run in numbered]
+    words, engine_blocks, blocks = joined(runs)
+    numbers = np.array([number for number, _ in numbered]).repeat([len(run.keys) for run in runs])
+    accounts = [stores[number].context.account for number in numbers.tolist()]
+    scopes, tags, slots = locate_each(state, session, accounts, group, words)
+    owner = state.namespace_of(session).classes[group]
+    offer = Offer(owner, None, words, tags, engine_blocks, blocks, slots)
+    return Rows(offer, numbers, scopes)
+
+
+def _may_open_scopes(
+    state: State, session: Session, stores: Sequence[StoreRequested], several: list[Rows]
+) -> bool:
+    """Whether every account may have its scopes in all groups, and no other scope goes for it:
+    that might be one of theirs."""
+    new = {
+        stores[number].context.account
+        for rows in several
+        for number, scope, _ in rows.by_store()
+        if scope == NO_SCOPE
+    }
+    groups = len(state.namespace_of(session).classes)
+    return not new or namespaces.may_open(state, session.payer, len(new) * groups)
 
 
 def _obstructed(session: Session, offer: Offer) -> Bools:
@@ -203,38 +234,50 @@ def _kept(
     """What these requests have used: a tail is worth nothing without its head."""
     kept = []
     for rows in several:
-        scope = rows.offer.scope
-        if scope is not None:
-            held = prefix.held_together(state, prefixes.values(), scope)
-            kept.append((rows.offer.size_class, held))
+        asked = [(prefixes[number], scope) for number, scope, _ in rows.by_store()]
+        kept.append((rows.offer.size_class, prefix.held_together(state, asked)))
     return kept
 
 
 def _reserve(
-    turn: Turn, session: Session, account: str, rows: Rows, prefixes: dict[int, Prefix]
+    turn: Turn,
+    session: Session,
+    stores: Sequence[StoreRequested],
+    rows: Rows,
+    prefixes: dict[int, Prefix],
 ) -> Part:
     """Slots for them, for which there is room; their requests have used them."""
     offer, owner = rows.offer, rows.offer.size_class
     turn.state.reuse.use(offer.tags, owner.spec.block_bytes, turn.now_ns)
-    scope = open_scope(turn, session, account, offer)
-    slots = slot_lifecycle.occupy(turn, offer, scope)
+    _open_scopes(turn, session, stores, rows)
+    slots = slot_lifecycle.occupy(turn, offer, rows.scopes)
+    _tell_policy(turn, rows, prefixes, slots)
     used = [
-        prefix.Growth(prefixes[number], slots[some], offer.blocks[some])
-        for number, some in rows.by_store()
+        prefix.Growth(prefixes[number], scope, slots[some], offer.blocks[some])
+        for number, scope, some in rows.by_store()
     ]
-    _tell_policy(turn, scope, rows, prefixes, slots)
-    prefix.grow_together(turn, session, owner, scope, used)
-    return Part(owner, scope, slots, slots, offer.engine_blocks)
+    prefix.grow_together(turn, session, owner, used)
+    scopes = tuple(dict.fromkeys(each.scope for each in used))
+    return Part(owner, scopes, slots, slots, offer.engine_blocks)
 
 
-def _tell_policy(
-    turn: Turn, scope: ScopeId, rows: Rows, prefixes: dict[int, Prefix], slots: Slots
+def _open_scopes(
+    turn: Turn, session: Session, stores: Sequence[StoreRequested], rows: Rows
 ) -> None:
+    """From now on each row has one. `_may_open_scopes` has said that none goes for it."""
+    group = rows.offer.size_class.group
+    for number, scope, some in rows.by_store():
+        if scope == NO_SCOPE:
+            account = stores[number].context.account
+            rows.scopes[some] = namespaces.open_scope(turn, session, account, group).scope
+
+
+def _tell_policy(turn: Turn, rows: Rows, prefixes: dict[int, Prefix], slots: Slots) -> None:
     offer, policy = rows.offer, rows.offer.size_class.policy
     if not policy.heeds_requests:
         policy.insert(slots, offer.tags, Sight(turn.now_ns))
         return
-    for number, some in rows.by_store():
+    for number, scope, some in rows.by_store():
         sight = prefix.sight(turn, prefixes[number], scope, int(offer.blocks[some][0]))
         policy.insert(slots[some], offer.tags[some], sight)
 

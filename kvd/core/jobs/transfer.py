@@ -62,7 +62,7 @@ def start_shared(turn: Turn, shares: tuple[JobShare, ...], parts: tuple[Part, ..
             slot_lifecycle.pin(state, part.size_class, part.pinned)
         turn.orders.append(StartTransfer(mover.mover, transfer.transfer, jobs, kind, orders))
     for part in parts:
-        state.count_in_flight(part.scope, +1)
+        state.count_in_flight(part.scopes, +1)
 
 
 def ranks(session: Session) -> list[Mover]:
@@ -192,7 +192,7 @@ def _end_piece(turn: Turn, piece: Piece) -> None:
     """No rank copies for it any more: its jobs have come so much further."""
     state, is_store = turn.state, piece.kind is JobKind.STORE
     for part in piece.parts:
-        state.count_in_flight(part.scope, -1)
+        state.count_in_flight(part.scopes, -1)
     if is_store:
         del state.fillings[piece.number]
         session = state.sessions[piece.session]

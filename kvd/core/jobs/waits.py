@@ -51,7 +51,7 @@ def follow(state: State, job: Job, offer: Offer) -> None:
         wait = Wait(job, some, state.scope_of(int(some.slots[0])), leader)
         leader.waits[wait] = None
         session.waits[wait] = None
-        state.count_in_flight(wait.scope, +1)
+        state.count_in_flight((wait.scope,), +1)
         job.followed += len(some.slots)
         _count(session, state.namespace_of(session).tenant, wait.nbytes)
         transfer.mark_busy(session, some.size_class.group, some.engine_blocks, +1)
@@ -70,7 +70,7 @@ def drop(state: State, session: Session) -> None:
 def leave(state: State, session: Session, wait: Wait) -> None:
     """The job waits for these keys no longer."""
     del session.waits[wait]
-    state.count_in_flight(wait.scope, -1)
+    state.count_in_flight((wait.scope,), -1)
     wait.job.followed -= len(wait.offer.slots)
     _count(session, state.namespace_of(session).tenant, -wait.nbytes)
     group = wait.offer.size_class.group

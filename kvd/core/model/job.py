@@ -65,13 +65,21 @@ class Offer:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Blocks of one group: `slots` to copy with their engine blocks, `pinned` without repeats."""
+    """Blocks of one group: `slots` to copy with their engine blocks, `pinned` without repeats.
+
+    `scopes`: theirs, distinct. All were in force when the copy began, so a clear takes all or none.
+    """
 
     size_class: SizeClass
-    scope: ScopeId
+    scopes: tuple[ScopeId, ...]
     slots: Slots
     pinned: Slots
     engine_blocks: U32
+
+    @property
+    def scope(self) -> ScopeId:
+        """The only one, or any of them."""
+        return self.scopes[0]
 
 
 class Used(NamedTuple):

@@ -391,14 +391,15 @@ class State:
         for part in filling.parts:
             self.slots.fillings[part.slots] = filling.number
 
-    def count_in_flight(self, scope: ScopeId, step: int) -> None:
-        """A piece or a wait of the scope begins (1) or has ended (-1)."""
-        left = self.in_flight.get(scope, 0) + step
-        assert left >= 0, "more of a scope has ended than began"
-        if left:
-            self.in_flight[scope] = left
-        else:
-            del self.in_flight[scope]
+    def count_in_flight(self, scopes: tuple[ScopeId, ...], step: int) -> None:
+        """A part or a wait of these scopes begins (1) or has ended (-1)."""
+        for scope in scopes:
+            left = self.in_flight.get(scope, 0) + step
+            assert left >= 0, "more of a scope has ended than began"
+            if left:
+                self.in_flight[scope] = left
+            else:
+                del self.in_flight[scope]
 
     def is_there(self, owner: SizeClass) -> bool:
         """Whether the class is not gone; then another may have its name."""

@@ -20,7 +20,7 @@ def begin(state: State, tier: Tier, kind: CopyKind, part: Part) -> TierCopy:
     state.below.copies[copy.copy] = tier.copies[copy.copy] = copy
     state.namespaces[part.size_class.namespace].copies_below += 1
     slot_lifecycle.pin(state, part.size_class, part.pinned)
-    state.count_in_flight(part.scope, +1)
+    state.count_in_flight(part.scopes, +1)
     return copy
 
 
@@ -30,4 +30,4 @@ def forget(state: State, copy: TierCopy) -> None:
     del state.below.copies[copy.copy]
     slot_lifecycle.unpin(state, part.size_class, part.pinned)
     state.namespaces[part.size_class.namespace].copies_below -= 1
-    state.count_in_flight(part.scope, -1)
+    state.count_in_flight(part.scopes, -1)

@@ -141,7 +141,7 @@ def _begin_read(turn: Turn, found: Search, tier: Tier, rows: Slots, scope: Scope
     slots = slot_lifecycle.reserve(turn, offer, scope, sight)
     state.slots.below[slots] = tier.bit
     state.slots.sources[slots] = tier.terms.reach
-    part = Part(sought.owner, scope, slots, slots, copies.NO_BLOCKS)
+    part = Part(sought.owner, (scope,), slots, slots, copies.NO_BLOCKS)
     copy = copies.begin(turn.state, tier, CopyKind.READ, part)
     copy.sought, copy.places = sought, found.places[rows]
     pace.read_began(tier, copy.copy, turn.now_ns)

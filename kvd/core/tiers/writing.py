@@ -150,7 +150,7 @@ def _goes(state: State, scope: Scope) -> bool:
 
 def _begin(turn: Turn, tier: Tier, owner: SizeClass, scope: Scope, slots: Slots) -> None:
     state = turn.state
-    part = Part(owner, scope.scope, slots, slots, copies.NO_BLOCKS)
+    part = Part(owner, (scope.scope,), slots, slots, copies.NO_BLOCKS)
     copy = copies.begin(state, tier, CopyKind.WRITE, part)
     state.slots.below[slots] |= tier.bit
     tier.writing.count(owner.tenant.tenant, copy.nbytes)
