@@ -388,7 +388,7 @@ class Daemon:
         )
 
     async def _metrics_page(self) -> tuple[int, str, bytes]:
-        return 200, metrics.CONTENT_TYPE, await self.metrics.exposition_in_turns()
+        return 200, metrics.CONTENT_TYPE, await self.metrics.exposition()
 
     def _live_page(self) -> tuple[int, str, bytes]:
         return 200, TEXT, b"alive\n"

@@ -520,14 +520,11 @@ class Metrics:
             registry=self.registry,
         ).set(are_kept)
 
-    def exposition(self) -> bytes:
-        """All metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    async def exposition(self) -> bytes:
+        """All metrics in Prometheus's text format.
 
-    async def exposition_in_turns(self) -> bytes:
-        """The same, with turns of the event loop for others; what takes longest is done beside it.
-
-        Figures of one name are of one moment.
+        With turns of the event loop for others; what takes longest is done beside it. Figures of
+        one name are of one moment.
         """
         families = []
         others_had_their_turn = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from kvd.control.convert import DEFAULT_HAND_OFF_MS, KeyBudget, hand_off_events
 from kvd.core.errors import InvalidArgument, KvdError
@@ -83,7 +84,7 @@ def test_keys_of_hand_offs_count_with_the_rest_of_the_message() -> None:
 def test_metrics_show_hand_offs() -> None:
     metrics = Metrics("test")
     metrics.watch(Machine(MachineConfig(extents=1, extent_bytes=65536)).statistics)
-    shown = metrics.exposition().decode()
+    shown = generate_latest(metrics.registry).decode()
     for name in (
         "kvd_hand_offs 0.0",
         "kvd_hand_off_blocks 0.0",

@@ -19,7 +19,7 @@ from tests.control.test_transport_shown import attached
 
 
 def shown(metrics: Metrics, name: str, label: str) -> list[str]:
-    families = text_string_to_metric_families(metrics.exposition().decode())
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     return [
         sample.labels[label]
         for family in families
@@ -78,12 +78,14 @@ async def test_others_have_turns_while_the_page_is_made_and_it_is_written_beside
 
     monkeypatch.setattr("kvd.observability.metrics.generate_latest", noted)
     monkeypatch.setattr("kvd.observability.metrics.GATHER_SECONDS", 0)
-    making = asyncio.create_task(metrics.exposition_in_turns())
+    making = asyncio.create_task(metrics.exposition())
     for _ in range(families):
         await asyncio.sleep(0)
         assert not making.done()
     lines = (await making).splitlines()
     assert threads != [threading.current_thread()]
     assert [line for line in lines if line.startswith(b"# TYPE")] == [
-        line for line in metrics.exposition().splitlines() if line.startswith(b"# TYPE")
+        line
+        for line in generate_latest(metrics.registry).splitlines()
+        if line.startswith(b"# TYPE")
     ]

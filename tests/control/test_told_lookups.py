@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.cli.status import as_json, as_text
@@ -166,7 +167,7 @@ def test_namespaces_beyond_the_bound_are_told_together_by_tenant() -> None:
     assert told.of_namespace(NamespaceId(MAX_NAMESPACES_TOLD)) is None
     metrics = Metrics("1")
     metrics.watch_lookups(told)
-    page = metrics.exposition().decode()
+    page = generate_latest(metrics.registry).decode()
     assert page.count("kvd_missed_blocks_total{") == MAX_NAMESPACES_TOLD + 1
     assert 'kvd_missed_blocks_total{namespace="",tenant="acme"} 8.0' in page
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.cli.status import as_json, as_text
@@ -42,7 +43,7 @@ def samples(*movers: AttachedMover) -> dict[tuple[str, tuple[tuple[str, str], ..
     metrics = Metrics("1")
     metrics.watch_ranks(lambda: movers)
     found = {}
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
         for sample in family.samples:
             place = (sample.name, tuple(sorted(sample.labels.items())))
             assert place not in found, f"{place} comes twice"

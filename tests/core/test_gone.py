@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
@@ -360,7 +361,7 @@ def test_metrics_show_ages_and_regrets() -> None:
     bench.tick()
     metrics = Metrics("test")
     metrics.watch(bench.machine.statistics)
-    page = metrics.exposition().decode()
+    page = generate_latest(metrics.registry).decode()
     assert 'kvd_evicted_unused_seconds_bucket{le="10.0"} 0.0' in page
     assert 'kvd_evicted_unused_seconds_bucket{le="60.0"} 10.0' in page
     assert "kvd_evicted_unused_seconds_count 10.0" in page
