@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import DiffusionConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,
@@ -138,6 +139,7 @@ SETTINGS: list[tuple[Change, set[str]]] = [
     (setting("model_config.disable_sliding_window", True), {"config"}),
     (setting("model_config.code_revision", "0123abc"), {"config"}),
     (setting("cache_config.kv_sharing_fast_prefill", True), {"config"}),
+    (setting("diffusion_config", DiffusionConfig(canvas_length=8)), {"config"}),
     (setting("model_config.dtype", torch.float16), {"config", "kv_dtype"}),
     (setting("cache_config.cache_dtype", "fp8_e4m3"), {"kv_dtype", "kv_scale_source"}),
     (setting("cache_config.kv_cache_dtype_skip_layers", ["0"]), {"kv_dtype"}),

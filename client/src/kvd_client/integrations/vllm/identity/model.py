@@ -26,6 +26,8 @@ MULTIMODAL_SETTINGS = (
 )
 # Of the cache's configuration what decides which layers compute keys and values for a token.
 CACHE_SETTINGS = ("kv_sharing_fast_prefill", "swa_bounded_replay")
+# Of a model that denoises a canvas of tokens, each of which sees all of them.
+DIFFUSION_SETTINGS = ("canvas_length", "max_denoising_steps")
 # The drafter's keys and values are in the cache too, and its hashes may look a token ahead.
 SPECULATIVE_SETTINGS = ("disable_lookahead_block_hashes", "method", "quantization")
 # vLLM chooses other position factors by the longest request it admits.
@@ -38,6 +40,9 @@ def config_digest(vllm_config: Any) -> str:
         "model": _describe_model(vllm_config.model_config),
         "cache": _pick(vllm_config.cache_config, CACHE_SETTINGS),
     }
+    diffusion = getattr(vllm_config, "diffusion_config", None)
+    if diffusion is not None:
+        described["diffusion"] = _pick(diffusion, DIFFUSION_SETTINGS)
     speculative = vllm_config.speculative_config
     if speculative is not None:
         described["speculative"] = _pick(speculative, SPECULATIVE_SETTINGS)
