@@ -16,6 +16,7 @@ import resource
 import signal
 import stat
 import struct
+import termios
 from collections.abc import Iterator
 
 MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
@@ -105,6 +106,15 @@ def lies_in_memory(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def unread_bytes(fd: int) -> int:
+    """What lies in a connected Unix socket's peer unread, with what the kernel keeps beside it.
+
+    0 also where the peer is gone: what it did not read went with it.
+    """
+    count = struct.Struct("=i")
+    return int(count.unpack(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(count.size)))[0])
 
 
 def type_of(fd: int) -> int:

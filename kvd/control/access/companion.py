@@ -10,6 +10,8 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import errno
+import itertools
 import logging
 import os
 import socket
@@ -25,6 +27,7 @@ from kvd.control import errors
 from kvd.control.access import descriptors
 from kvd.control.access.closing import Closer
 from kvd.control.access.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
+from kvd.control.access.unread import UnreadDescriptors
 from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
 from kvd.core.shares import Bound, Shares
 from kvd.runtime.turns import EndsInTurn
@@ -70,6 +73,8 @@ class CompanionServer:
         self.operates = operates
         self.ends = ends
         self.closer = Closer()
+        self.unread = UnreadDescriptors(operates, self.closer.close)
+        self.numbers = itertools.count()
         self.strangers = Shares(
             Bound(
                 "connections that have not said hello",
@@ -148,6 +153,7 @@ class CompanionServer:
             self._listener = None
         for connection in list(self._connections):
             connection.close()
+        self.unread.end()
         self.closer.end()
 
 
@@ -156,6 +162,7 @@ class CompanionConnection:
 
     def __init__(self, server: CompanionServer, connected: socket.socket, user: int) -> None:
         self._server = server
+        self._number = next(server.numbers)
         self._user = user
         self._whose = {"user": user}  # of lines in the log
         self._share: Shares | None = None
@@ -324,7 +331,7 @@ class CompanionConnection:
     def send(self, response: pb.CompanionResponse, fds: Sequence[int]) -> None:
         """Send one message; the descriptors are duplicated while they wait.
 
-        LimitExceeded, and nothing was sent, where they can't be.
+        LimitExceeded, and nothing was sent, where they can't be, or where too many were not read.
         """
         if self._closed or self._ending:
             return
@@ -336,6 +343,8 @@ class CompanionConnection:
             )
             self.close()
             return
+        if fds:
+            self._server.unread.take(self._number, self._user, self._socket, len(fds))
         content = response.SerializeToString()
         message = memoryview(_LENGTH.pack(len(content)) + content)
         self._unsent.append((message, _copies_of(fds)))
@@ -351,7 +360,9 @@ class CompanionConnection:
             except (BlockingIOError, InterruptedError):
                 self._loop.add_writer(self._socket.fileno(), self._writable)
                 return
-            except OSError:
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # others of the daemon's user took it all
+                    log.warning("can't send descriptors: %s", error, extra=self._whose)
                 self.close()
                 return
             for fd in fds:
