@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from kvd.control.access.companion import (
     MESSAGES_AT_ONCE,
     CompanionServer,
 )
-from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Peers, Role
+from kvd.control.access.peers import (
+    MAX_REGISTRATIONS,
+    Credentials,
+    Peer,
+    Peers,
+    Role,
+    shares_of_memories,
+)
 from kvd.core.errors import InvalidArgument, LimitExceeded, UnknownNamespace
 from kvd.runtime.turns import EndsInTurn, FairQueue
 from kvd_proto.v1 import companion_pb2
@@ -51,6 +59,37 @@ def test_what_a_peer_gave_is_closed_as_it_was_told() -> None:
     assert closed == [memories[0], unfit, memories[1], memories[2]]
     for fd in closed:
         os.close(fd)
+
+
+def test_memories_that_a_user_offers_leave_room_for_others_and_for_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is a descriptor of the daemon's, and those are few where the system lets it have few."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (512, 512))
+    shares = shares_of_memories()
+    peers: list[Peer] = []
+
+    def offer_all(user: int) -> int:
+        who = Credentials(user, user, 1, None)
+        peer = Peer(who, Role.WORKER, "test", lambda *_: None, operates=user == 0, shares=shares)
+        peers.append(peer)
+        with contextlib.suppress(LimitExceeded):
+            while True:
+                fd = os.memfd_create("kvd-test")
+                os.ftruncate(fd, 4096)
+                peer.offer(len(peer.memories), fd)
+        before = len(peer.memories)
+        fd = os.memfd_create("kvd-test")
+        os.ftruncate(fd, 4096)
+        peer.offer(0, fd)  # in the place of another
+        assert len(peer.memories) == before
+        return before
+
+    assert (offer_all(7), offer_all(8)) == (120, 60), "half of what is left for users, each"
+    assert offer_all(0) == 76, "all that is free"
+    for peer in peers:
+        peer.end()
+    assert len(shares) == 0
 
 
 async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -> None:

@@ -26,7 +26,15 @@ from google.protobuf.message import DecodeError
 from kvd.control import errors
 from kvd.control.access import descriptors
 from kvd.control.access.closing import Closer
-from kvd.control.access.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
+from kvd.control.access.peers import (
+    Peer,
+    Peers,
+    Role,
+    credentials_of,
+    has_ended,
+    shares_of_memories,
+    user_of,
+)
 from kvd.control.access.unread import UnreadDescriptors
 from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
 from kvd.core.shares import Bound, Shares
@@ -75,6 +83,7 @@ class CompanionServer:
         self.closer = Closer()
         self.unread = UnreadDescriptors(operates, self.closer.close)
         self.numbers = itertools.count()
+        self.memories = shares_of_memories()
         self.strangers = Shares(
             Bound(
                 "connections that have not said hello",
@@ -298,7 +307,8 @@ class CompanionConnection:
         program = hello.program.encode()[:PROGRAM_BYTES].decode(errors="replace")
         credentials = credentials_of(self._socket)
         close = partial(self._server.closer.close, self._user)
-        self._peer = Peer(credentials, role, program, self.send, close)
+        operates, memories = self._server.operates(self._user), self._server.memories
+        self._peer = Peer(credentials, role, program, self.send, close, operates, memories)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if credentials.pidfd is not None:

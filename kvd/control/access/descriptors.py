@@ -58,6 +58,11 @@ def warn_where_tight(extents: int) -> None:
         )
 
 
+def most() -> int:
+    """How many this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def most_connections() -> int:
     """How many connections gRPC may take; it accepts them itself, so a number must bound them."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

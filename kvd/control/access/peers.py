@@ -20,6 +20,7 @@ import grpc
 from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
+from kvd.core.shares import Bound, Shares
 from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory, type_of
 from kvd_proto.v1 import companion_pb2 as pb
 
@@ -28,6 +29,8 @@ TOKEN_KEY = "kvd-token"  # noqa: S105 - the name of the entry, no secret
 ON_BEHALF_OF_KEY = "kvd-on-behalf-of"  # whom a gateway calls for; a claim, for the log alone
 MAX_NAME_CHARACTERS = 256  # of it
 MAX_MEMORIES = 256
+MAX_MEMORIES_IN_ALL = 65536  # or half of what the daemon may have open
+OPERATORS_PART = 16  # one of so many is for operators
 _IDS = struct.Struct("iII")
 MAX_REGISTRATIONS = 4096  # of one connection, one after the other
 
@@ -102,6 +105,13 @@ class Memory:
     is_device: bool = False
 
 
+def shares_of_memories() -> Shares:
+    """Descriptors of memories that users' clients may have the daemon hold."""
+    most = min(MAX_MEMORIES_IN_ALL, descriptors.most() // 2)
+    name = "memories offered, each a file descriptor of the daemon"
+    return Shares(Bound(name, most, most // 2, most // OPERATORS_PART, "memory_token"))
+
+
 def accept_memory(fd: int) -> Memory:
     """Check an offered descriptor; InvalidArgument unless it is writable shared memory.
 
@@ -150,6 +160,8 @@ class Peer:
     program: str
     send: Send  # one message with its descriptors, which stay the caller's
     close: Close = close_all  # descriptors that it gave; takes them, and may close them later
+    operates: bool = False  # whether its user was an operator when it came
+    shares: Shares = field(default_factory=shares_of_memories)  # of all peers together
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     memories: dict[int, Memory] = field(default_factory=dict)
     registrations: set[int] = field(default_factory=set)  # every one it ever had
@@ -213,6 +225,8 @@ class Peer:
                 raise LimitExceeded(f"more than {MAX_MEMORIES} memories offered", "memory_token")
             descriptors.require_room("memory_token")
             memory = accept_device_memory(fd) if is_device else accept_memory(fd)
+            if number not in self.memories:
+                self.shares.take(self.uid, operates=self.operates)
         except BaseException:
             self.close((fd,))
             raise
@@ -226,7 +240,11 @@ class Peer:
         As long as one is open, its memory is not free.
         """
         exports = [n for n, memory in self.memories.items() if memory.is_device]
-        return [self.memories.pop(number).fd for number in exports]
+        return [self._take_back(number) for number in exports]
+
+    def _take_back(self, number: int) -> int:
+        self.shares.give_back(self.uid)
+        return self.memories.pop(number).fd
 
     def end(self) -> None:
         """The peer is gone: tell whoever asked, give its descriptors back. Once."""
@@ -236,8 +254,7 @@ class Peer:
         callbacks, self._on_end = self._on_end, []
         for then in callbacks:
             then()
-        self.close([memory.fd for memory in self.memories.values()])
-        self.memories.clear()
+        self.close([self._take_back(number) for number in list(self.memories)])
         if self.credentials.pidfd is not None:
             os.close(self.credentials.pidfd)
             self._pidfd_open = False

@@ -8,12 +8,12 @@ users share it: who reads nothing keeps nobody else from a page or a rank's chan
 from __future__ import annotations
 
 import os
-import resource
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvd.control.access import descriptors
 from kvd.core.errors import LimitExceeded
 from kvd.core.shares import Bound, Shares
 from kvd.linux.calls import unread_bytes
@@ -38,8 +38,7 @@ class UnreadDescriptors:
     def __init__(
         self, operates: Callable[[int], bool], close: Callable[[int, Sequence[int]], None]
     ) -> None:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = min(MAX_UNREAD_FDS, limit // 2)
+        most = min(MAX_UNREAD_FDS, descriptors.most() // 2)
         bound = Bound("descriptors sent and not read", most, most // 2, most // OPERATORS_PART)
         self.shares = Shares(bound)
         self._operates = operates
