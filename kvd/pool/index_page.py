@@ -4,10 +4,11 @@ The file is as large as the namespace may ever want it, and mostly hole. A table
 at one of several levels, each twice as large as the one before and at a place of its own, and
 memory is behind that level only: the page follows the tags that stand in it. To grow or shrink,
 memory is had for the table of another level, the tags are copied there a few at a time, one word
-is stored that says which table counts, and what lay behind the old one is given back. Clients look
-at that word before and after a probe (decision 0020). Without memory for a larger table the present
-one serves on: a tag that finds no place is spilled, which costs a recompute and no more, and is
-inserted later, by whoever knows which blocks there are (kvd/runtime/page_mending.py).
+is stored that says which table counts, and what lay behind the old one is given back, on a thread
+(`holes.py`): until then no table lies there. Clients look at that word before and after a probe
+(decision 0020). Without memory for a larger table the present one serves on: a tag that finds no
+place is spilled, which costs a recompute and no more, and is inserted later, by whoever knows which
+blocks there are (kvd/runtime/page_mending.py).
 
 While tags are copied, the next table holds what stands in the buckets below `copied`, and what
 found no place in the present one.
@@ -20,13 +21,17 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64
+from kvd.linux.calls import address_of, advise, write_zeros
 from kvd.linux.proc import open_again
+from kvd.pool.holes import Run, at_once
 from kvd.pool.tag_table import NOWHERE, WORDS, TagTable
 from kvd_proto import layout
 
@@ -53,9 +58,8 @@ FRESH_LOAD = 1 / 4  # at most, in the table of the level that is chosen
 # full. A call with as many tags as a WORDS_A_TAG_AT_ONCE-th of a table's words changes it whole.
 RESERVED_BYTES_A_TAG = 512
 COPIED_BUCKETS_A_TAG = 1
-GIVEN_BACK_BYTES_A_TAG = 1024
 WORDS_A_TAG_AT_ONCE = 64
-# Units of upkeep, each up to a microsecond: a page of memory had or given back, a kilobyte read, a
+# Units of upkeep, each up to a microsecond: a page of memory had, a kilobyte read, a
 # tag copied.
 UNITS_OF_A_CALL = 64
 TAGS_A_UNIT = 1
@@ -63,13 +67,15 @@ BUCKETS_A_UNIT = 16
 RETRY_CALLS = 20  # of upkeep, after there was no memory
 STRAY_BYTES = 256 << 10  # that readers may have touched where no table lies
 STRAY_PIECE_BYTES = 16 << 20  # looked at for them at a time
+# A piece of memory that is given back takes the thread about so long, however many map it.
+PIECE_NS = 1_000_000
+MOST_PIECE_BYTES = 1 << 20
 
 
 class _Phase(enum.Enum):
     SETTLED = enum.auto()
     RESERVING = enum.auto()  # memory for the next table
     COPYING = enum.auto()
-    CLEARING = enum.auto()  # memory of the old table is given back
 
 
 class IndexPage:
@@ -78,9 +84,10 @@ class IndexPage:
     `spilled` counts resident tags that found no place.
     """
 
-    def __init__(self, name: str, blocks: int) -> None:
+    def __init__(self, name: str, blocks: int, run: Run = at_once) -> None:
         """Make a page for at most `blocks` tags, which nobody can shorten.
 
+        What may take long because clients map it, `run` does.
         OSError, and nothing is left, where there is no memory or no descriptor for it.
         """
         self.blocks = blocks
@@ -106,6 +113,14 @@ class IndexPage:
                 raise
         finally:
             os.close(fd)
+        self._run = run
+        with address_of(self._map) as self._address:
+            pass  # it stays there until it is closed
+        self._closed = False
+        self._emptied: set[tuple[int, int]] = set()  # from and to: memory that `run` gives back
+        self._piece_bytes = _PAGE
+        # Of who takes memory or gives some back: in the kernel the second would wait.
+        self._busy = threading.RLock()
         self._words: U64 = np.frombuffer(self._map, dtype=np.uint64)
         self._table = self._table_of(self._level)
         self._phase = _Phase.SETTLED
@@ -114,7 +129,6 @@ class IndexPage:
         self._reserved = 0  # bytes of the next table that there is memory for
         self._copied = 0  # buckets
         self._lost = 0  # resident tags that the next table hasn't, and won't have
-        self._hole: tuple[int, int] = (0, 0)  # from and to: memory to be given back
         self._retry_in = 0
         self._said = False  # that there was no memory
         self._strays_from = 0
@@ -178,7 +192,7 @@ class IndexPage:
     @property
     def has_room_again(self) -> bool:
         """Whether tags were spilled and there is room for them now."""
-        settled = self._phase is _Phase.SETTLED or self._phase is _Phase.CLEARING
+        settled = self._phase is _Phase.SETTLED
         return self.spilled > 0 and settled and self._wanted_level() == self._level
 
     def mend(self, tags: U64) -> int:
@@ -202,15 +216,14 @@ class IndexPage:
         if self._phase is _Phase.SETTLED:
             if self._retry_in or self._wanted_level(more) <= self._level:
                 return
-            self._begin(self._wanted_level(more))
+            if not self._begin(self._wanted_level(more)):
+                return
         whole = self._table.buckets * WORDS <= WORDS_A_TAG_AT_ONCE * more
         if self._phase is _Phase.RESERVING:
             self._reserve(self.page_bytes if whole else RESERVED_BYTES_A_TAG * more)
         if self._phase is _Phase.COPYING:
             most = self._table.buckets if whole else COPIED_BUCKETS_A_TAG * more
             self._copy(most, most * WORDS)
-        if self._phase is _Phase.CLEARING:
-            self._give_back(self.page_bytes if whole else GIVEN_BACK_BYTES_A_TAG * more)
         if whole and self._phase is _Phase.SETTLED and self._wanted_level(more) > self._level:
             self.make_room(more)
 
@@ -239,9 +252,14 @@ class IndexPage:
         """Tell readers that nobody keeps the page any more, and let go of it."""
         self._words[_CLOSED] = 1
         self._next = None
+        self._closed = True
         del self._words, self._table
+        self._run(self._let_go)
+
+    def _let_go(self) -> bool:
         self._map.close()
         os.close(self.read_only_fd)
+        return False
 
     # -- its size -----------------------------------------------------------------------------
 
@@ -260,10 +278,8 @@ class IndexPage:
         while units > 0 and self._phase is not _Phase.SETTLED:
             if self._phase is _Phase.COPYING:
                 units -= self._copy(units * BUCKETS_A_UNIT, units * TAGS_A_UNIT)
-            elif self._phase is _Phase.RESERVING:
-                units -= self._reserve(units * _PAGE)
             else:
-                units -= self._give_back(units * _PAGE)
+                units -= self._reserve(units * _PAGE)
             units -= UNITS_OF_A_CALL
         return units
 
@@ -272,7 +288,7 @@ class IndexPage:
 
         Of a part of the page, and the next time of the next part.
         """
-        if self._phase is not _Phase.SETTLED:
+        if self._phase is not _Phase.SETTLED or self._emptied:
             return
         first, size = layout.page_table_span(self._level)
         if self.taken <= layout.HEADER_BYTES + size + STRAY_BYTES:
@@ -295,11 +311,16 @@ class IndexPage:
             return min(fitting, self._level)
         return max(self._level, min(fitting, self._top))
 
-    def _begin(self, level: int) -> None:
-        """Begin to change to a table of this level, unless it is the present one."""
-        if level != self._level:
-            self._next_level, self._reserved = level, 0
-            self._phase = _Phase.RESERVING
+    def _begin(self, level: int) -> bool:
+        """Begin to change to a table of this level, unless it is the present one, or memory where
+        it would lie is still being given back. Whether that has begun."""
+        first, size = layout.page_table_span(level)
+        is_free = all(end <= first or first + size <= at for at, end in tuple(self._emptied))
+        if level == self._level or not is_free:
+            return False
+        self._next_level, self._reserved = level, 0
+        self._phase = _Phase.RESERVING
+        return True
 
     def _next_holds(self, more: int) -> bool:
         """Whether the next table is large enough for the tags that there are, and so many more."""
@@ -311,13 +332,15 @@ class IndexPage:
         """The present table goes on to count; what was had for the next one is given back."""
         first, _size = layout.page_table_span(self._next_level)
         self._next = None
-        self._hole = (first, first + self._reserved)
-        self._phase = _Phase.CLEARING
+        self._phase = _Phase.SETTLED
+        self._punch(first, first + self._reserved)
 
     def _reserve(self, most: int) -> int:
         """Have memory for some of the next table, or abandon it; units of work."""
         first, size = layout.page_table_span(self._next_level)
         length = min(max(most, _PAGE) // _PAGE * _PAGE, size - self._reserved)
+        if not self._busy.acquire(blocking=False):
+            return 1
         try:
             self._allocate(first + self._reserved, length)
         except OSError as error:
@@ -332,6 +355,8 @@ class IndexPage:
             self._abandon()
             self._retry_in = RETRY_CALLS
             return length // _PAGE
+        finally:
+            self._busy.release()
         self._reserved += length
         if self._reserved == size:
             self._said = False
@@ -363,7 +388,6 @@ class IndexPage:
         assert self._next is not None, "there is no next table"
         resident = self.tags + self.spilled
         first, size = layout.page_table_span(self._level)
-        self._hole = (first, first + size)
         self._table, self._next, self._level = self._next, None, self._next_level
         self.spilled = min(resident, self._lost)
         self.tags = resident - self.spilled
@@ -371,17 +395,8 @@ class IndexPage:
         # back for one that stayed.
         self._changes += 1
         self._words[_TABLE] = self._changes << layout.PAGE_LEVEL_BITS | self._level
-        self._phase = _Phase.CLEARING
-
-    def _give_back(self, most: int) -> int:
-        """Give some memory back that no table has any more; units of work."""
-        start, end = self._hole
-        length = min(max(most, _PAGE) // _PAGE * _PAGE, end - start)
-        self._punch(start, start + length)
-        self._hole = (start + length, end)
-        if start + length == end:
-            self._phase = _Phase.SETTLED
-        return length // _PAGE
+        self._phase = _Phase.SETTLED
+        self._punch(first, first + size)
 
     def _table_of(self, level: int) -> TagTable:
         first, size = layout.page_table_span(level)
@@ -397,11 +412,34 @@ class IndexPage:
             os.close(fd)
 
     def _punch(self, first: int, end: int) -> None:
-        """Give the memory of whole pages back; they read as zeros."""
+        """Give the memory of whole pages back; they read as zeros, once that is done."""
         if end <= first:
             return
-        try:
-            self._map.madvise(mmap.MADV_REMOVE, first, end - first)
-        except OSError:  # what a table will need as zeros must be zeros, memory or not
-            log.exception("an index page keeps memory that it doesn't need")
-            self._words[first // 8 : end // 8] = 0
+        hole, done = (first, end), 0
+        self._emptied.add(hole)
+
+        def empty_some() -> bool:
+            nonlocal done
+            if self._closed:
+                return False
+            done += self._empty(first + done, min(self._piece_bytes, end - first - done))
+            if first + done == end:
+                self._emptied.discard(hole)
+            return first + done < end
+
+        self._run(empty_some)
+
+    def _empty(self, first: int, size: int) -> int:
+        """Give so much back; the next piece is as large as takes about PIECE_NS. Bytes."""
+        began = time.thread_time_ns()
+        with self._busy:
+            try:
+                advise(self._address + first, size, mmap.MADV_REMOVE)
+            except OSError:  # what a table will need as zeros must be zeros, memory or not
+                log.exception("an index page keeps memory that it doesn't need")
+                write_zeros(self._address + first, size)
+        if time.thread_time_ns() - began > PIECE_NS:
+            self._piece_bytes = max(_PAGE, self._piece_bytes // 2)
+        else:
+            self._piece_bytes = min(MOST_PIECE_BYTES, self._piece_bytes * 2)
+        return size

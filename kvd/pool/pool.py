@@ -38,6 +38,7 @@ from kvd.pool.config import CHECKSUM_TABLE, FULL, PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark
 from kvd.pool.generations import Generations
 from kvd.pool.header import PoolHeader, read_header
+from kvd.pool.holes import OneThread
 from kvd.pool.index_page import IndexPage
 from kvd.pool.nodes import deal, find_nodes
 from kvd.pool.ownership import (
@@ -108,6 +109,7 @@ class Pool:
         self._resources.callback(self._movers.close)
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
+        self._holes = OneThread()  # gives memory of theirs back
         self._spare_page: IndexPage | None = None  # for the next namespace
         self._holds_some_below = False
         self._unsettled_pages: dict[NamespaceId, None] = {}  # larger or smaller than they should be
@@ -253,7 +255,7 @@ class Pool:
             return
         self._drop_spare_page()
         try:
-            self._spare_page = IndexPage("kvd-page", blocks)
+            self._spare_page = IndexPage("kvd-page", blocks, self._holes)
         except (OSError, MemoryError) as error:
             raise PoolError(
                 f"no index page for another namespace ({_said(error)}): give the daemon more file"

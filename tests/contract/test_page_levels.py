@@ -98,9 +98,9 @@ def test_a_full_page_is_as_large_as_all_its_tags_want_it(page: IndexPage) -> Non
 def test_no_insertion_does_more_than_its_share_of_a_growth(
     page: IndexPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted: bytes had and given back, and tags copied, by one call with 256 tags."""
+    """Counted: bytes had, and tags copied, by one call with 256 tags."""
     work = {"bytes": 0, "tags": 0}
-    copy, allocate, punch = page._add_to_next, page._allocate, page._punch
+    copy, allocate = page._add_to_next, page._allocate
 
     def counted_copy(some: U64) -> None:
         work["tags"] += len(some)
@@ -110,13 +110,8 @@ def test_no_insertion_does_more_than_its_share_of_a_growth(
         work["bytes"] += size
         allocate(first, size)
 
-    def counted_punch(first: int, end: int) -> None:
-        work["bytes"] += end - first
-        punch(first, end)
-
     monkeypatch.setattr(page, "_add_to_next", counted_copy)
     monkeypatch.setattr(page, "_allocate", counted_allocate)
-    monkeypatch.setattr(page, "_punch", counted_punch)
     most = {"bytes": 0, "tags": 0}
     for first in range(0, MANY, PIECE_KEYS):
         work.update(bytes=0, tags=0)
