@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvd.control.access.closing import close_all
-from kvd.control.access.unread import LOOKED_AT, MAX_UNREAD_FDS, UnreadDescriptors
+from kvd.control.access.unread import (
+    LOOKED_AT,
+    LOOKED_AT_EACH_TIME,
+    MAX_UNREAD_FDS,
+    UnreadDescriptors,
+)
 from kvd.core.errors import LimitExceeded
 from kvd_proto.v1 import companion_pb2 as pb
 from tests.control.daemon_rig import RawScheduler, RunningDaemon, identity
@@ -93,8 +98,28 @@ def test_what_went_unread_counts_until_its_client_ends(sender: Sender) -> None:
     for number in numbers:
         sender.ends[2 * number + 1].close()
     sender.send(late, A_USER)
-    assert sender.closed == LOOKED_AT, "one look takes so many connections"
-    assert len(sender.unread.shares) == len(numbers) - LOOKED_AT + 1
+    looked_at = LOOKED_AT_EACH_TIME  # that was enough
+    assert sender.closed == looked_at
+    assert len(sender.unread.shares) == len(numbers) - looked_at + 1
+
+
+def test_who_is_refused_has_more_of_them_looked_at(sender: Sender) -> None:
+    numbers = sender.send_all(A_USER)
+    looked_at_first = list(sender.unread._sent)[:LOOKED_AT_EACH_TIME]
+    for number in numbers:
+        if number not in looked_at_first:
+            sender.read(number)
+    late = sender.connect()
+    sender.send(late, A_USER)
+    assert sender.closed == LOOKED_AT
+
+
+def test_who_has_read_keeps_no_socket_of_the_daemon_s_open(sender: Sender) -> None:
+    for _ in range(100):
+        number = sender.connect()
+        sender.send(number, A_USER)
+        sender.read(number)
+    assert 100 - sender.closed <= 2
 
 
 def test_a_user_who_reads_no_page_is_sent_a_bounded_number(running: RunningDaemon) -> None:

@@ -7,6 +7,7 @@ users share it: who reads nothing keeps nobody else from a page or a rank's chan
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections import OrderedDict
@@ -20,7 +21,8 @@ from kvd.linux.calls import unread_bytes
 
 MAX_UNREAD_FDS = 4096  # or half of what the process may have open
 OPERATORS_PART = 16  # one of so many is for operators
-LOOKED_AT = 64  # connections at a time: some ten microseconds
+LOOKED_AT = 64  # connections at a time where one is refused: some ten microseconds
+LOOKED_AT_EACH_TIME = 2  # so those that have read keep no socket open for long
 
 
 @dataclass(slots=True)
@@ -48,11 +50,11 @@ class UnreadDescriptors:
     def take(self, number: int, user: int, connected: socket.socket, count: int) -> None:
         """So many are sent by this connection now; LimitExceeded where they may not be."""
         self._look_at(number)
+        self._look_at_oldest(LOOKED_AT_EACH_TIME)
         try:
             self._take(user, count)
         except LimitExceeded:
-            for each in list(self._sent)[:LOOKED_AT]:
-                self._look_at(each)
+            self._look_at_oldest(LOOKED_AT)
             self._take(user, count)
         if number not in self._sent:
             try:
@@ -74,6 +76,10 @@ class UnreadDescriptors:
     def _give_back(self, user: int, count: int) -> None:
         for _ in range(count):
             self.shares.give_back(user)
+
+    def _look_at_oldest(self, most: int) -> None:
+        for number in list(itertools.islice(self._sent, most)):
+            self._look_at(number)
 
     def _look_at(self, number: int) -> None:
         """Forget what its client has read, or what ended with its client."""
