@@ -555,6 +555,8 @@ class Driver:
             self._spawn(self.end_rank(mover, "the daemon is stopping"))
             for mover in self.fleet.running()
         ]
+        # Whoever started these has given them up, and the kernel ends their processes.
+        ends += [self._spawn(self.fleet.wait_gone(mover)) for mover in self.fleet.starting()]
         if ends:
             _, left = await asyncio.wait(ends, timeout=MOVERS_END_S)
             if left:

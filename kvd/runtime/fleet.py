@@ -209,6 +209,10 @@ class MoverFleet:
         """Movers whose process has not ended."""
         return [m for m, mover in self._movers.items() if mover.stage is FleetStage.RUNNING]
 
+    def starting(self) -> list[MoverId]:
+        """Movers that are being started; there may be a process of each."""
+        return [m for m, mover in self._movers.items() if mover.stage is FleetStage.STARTING]
+
     def of_session(self, session: SessionId) -> list[MoverId]:
         """Movers attached to the session's ranks."""
         return [m for m, attached in self.attached.items() if attached.session == session]

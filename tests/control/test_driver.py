@@ -133,6 +133,23 @@ async def test_a_mover_that_cannot_be_ended_holds_up_no_stop(
     assert not driver._tasks
 
 
+async def test_a_stop_waits_for_a_start(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    async def launch(config: MoverConfig, sink: MoverSink) -> None:
+        sink.process_started(config.mover, SlowlyDying.pid, SlowlyDying.start_time)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            sink.process_ended(config.mover, SlowlyDying.pid)
+
+    driver.fleet._launch = cast("Any", launch)
+    starting = asyncio.create_task(start_mover(driver))
+    await asyncio.sleep(0.01)
+    starting.cancel()
+    await asyncio.gather(starting, driver.close(), return_exceptions=True)
+    assert "stays noted" not in caplog.text
+
+
 async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Driver) -> None:
     session = open_session(driver)
     process = await start_mover(driver)
