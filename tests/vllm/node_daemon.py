@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvd.cli.status import ask
-from kvd_proto.v1 import operator_pb2
+from kvd_client.daemon import greeted
+from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 from tests.daemon_process import DaemonProcess
 
 PATIENCE_SECONDS = 60.0
@@ -43,6 +44,13 @@ class NodeDaemon(DaemonProcess):
 
     def status(self) -> operator_pb2.StatusResponse:
         return ask(self.socket, PATIENCE_SECONDS)
+
+    def clear(self) -> None:
+        """Forget all blocks, as an operator does."""
+        with greeted(self.socket, companion_pb2.PEER_ROLE_TOOL, "tests") as daemon:
+            stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
+            request = operator_pb2.ClearRequest()
+            stub.Clear(request, timeout=PATIENCE_SECONDS, metadata=daemon.metadata)
 
     def bytes_loaded(self) -> list[int]:
         """Bytes copied into each rank of the one engine; a load's count follows its end."""

@@ -198,6 +198,23 @@ def test_a_prompt_that_left_host_memory_is_loaded_from_the_disk(
     router.listen()
 
 
+def test_a_removal_that_is_heard_amid_the_next_store_leaves_it_its_tokens(
+    engine: Engine, router: Router, small_kvd: NodeDaemon, plain: Plain
+) -> None:
+    asked = prompt("stored twice", PROMPT_TOKENS)
+    engine.store(asked, max_tokens=1)
+    router.listen()
+    known = set(router.blocks)
+    with small_kvd.held_mover():
+        small_kvd.clear()
+        again = engine.submit(asked, 1)
+        assert tokens(engine.finish(again)) == plain.tokens(asked, max_tokens=1)
+        wait_until(lambda: hears(router, engine) and not router.blocks & known)
+    engine.settle()
+    router.listen()  # which asserts that each block stored can be placed
+    assert len(router.blocks & known) >= PROMPT_TOKENS // BLOCK_TOKENS
+
+
 def test_a_reset_is_not_told_block_by_block(engine: Engine, router: Router) -> None:
     serve(engine, "before the reset")
     router.listen()

@@ -62,6 +62,9 @@ class ScriptedStores:
         assert parts == list(by_group(keys))
         return self.prepare_store(keys, context)
 
+    def forget_failures(self) -> set[Any]:
+        return set()
+
     def __getattr__(self, _verb: str) -> Any:
         return lambda *_arguments, **_more: None
 

@@ -356,8 +356,7 @@ class KvdManager(OffloadingManager):
             self.leave_stores(job.tracked, job.keys)
         self._stores.ended(job.keys)
         stored = [key for key in job.keys if key not in self._failed]
-        if stored and self._events is not None:
-            self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
+        self._announce(stored)
         return set(job.keys).difference(stored)
 
     def take_cut(self) -> list[tuple[str, set[OffloadKey]]]:
@@ -386,11 +385,19 @@ class KvdManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         self._stores.ended(keys)
-        if not success or self._events is None:
-            return
-        stored = [key for key in keys if key not in self._failed]
-        if stored:
-            self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
+        if success and self._events is not None:
+            self._announce([key for key in keys if key not in self._failed])
+
+    def _announce(self, stored: list[OffloadKey]) -> None:
+        if stored and self._events is not None:
+            follows = self.watched is not None
+            self._events.append(
+                OffloadingEvent(stored, Medium.CPU, removed=False, removal_expected=follows)
+            )
+
+    def is_being_stored(self, key: OffloadKey) -> bool:
+        """Whether a store of the block is on its way."""
+        return self._stores.is_storing(key)
 
     def fail_stores(self, tracked: TrackedRequest, keys: Collection[OffloadKey]) -> bool:
         """VLLM will complete these as if they were stored, and they were not.
@@ -423,9 +430,10 @@ class KvdManager(OffloadingManager):
         self._failed.update(missing)
         return missing if session.store_threshold <= 1 else set()
 
-    def forget_failures(self) -> None:
-        """VLLM has completed them."""
-        self._failed.clear()
+    def forget_failures(self) -> set[OffloadKey]:
+        """VLLM has completed them; which blocks these were."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     # -- the step and the life --------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -216,11 +216,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         """VLLM's scan, key by key, done in one go over the request's statuses."""
         keys = keys if isinstance(keys, Sequence) else list(keys)
         stretch = range(start_chunk_idx, start_chunk_idx + len(keys))
-        hits = self.manager.hit_run(req_context, group_config.group_idx, stretch)
-        if self._self_describing:
-            for place, key in enumerate(islice(keys, hits or 0)):
-                self._events_tracker.record_lookup(req, group_config, start_chunk_idx + place, key)
-        return hits
+        return self.manager.hit_run(req_context, group_config.group_idx, stretch)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -509,7 +505,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         if isinstance(meta, KvdWorkerMetadata):
             self._end_jobs(meta)
         super().update_connector_output(connector_output)
-        self.manager.forget_failures()
+        self._events_tracker.drop_unused(self.manager.forget_failures())
 
     def _end_jobs(self, meta: KvdWorkerMetadata) -> None:
         """What the ranks say, before vLLM counts it: it takes every end for a success."""

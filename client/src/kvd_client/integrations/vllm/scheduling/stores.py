@@ -203,6 +203,10 @@ class StorePlanner:
         """What was probed, taken of the limits and cut was this step's."""
         self.budget, self._probed, self.cut = StepBudget(), {}, []
 
+    def is_storing(self, key: OffloadKey) -> bool:
+        """Whether the block is on its way."""
+        return key in self._storing
+
     def ended(self, keys: Collection[OffloadKey]) -> None:
         """These are not on their way any more."""
         self._storing.difference_update(keys)

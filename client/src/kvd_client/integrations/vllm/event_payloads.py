@@ -1,0 +1,52 @@
+"""What vLLM's self-describing KV events say of a block, kept as long as there is more to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import OffloadingEvent, OffloadKey
+
+
+class EventPayloads(OffloadingEventsTracker):
+    """vLLM's record of such blocks, where the daemon evicts and a store may fail.
+
+    vLLM keeps a block from its store or its lookup on, and drops it when it is removed. The
+    daemon's removals come late, when the next store of the block may be under way. A store that
+    fails is never followed by one, nor is the lookup of a block that another engine announced.
+    """
+
+    def __init__(self, config: Any, is_being_stored: Callable[[OffloadKey], bool]) -> None:
+        super().__init__(config)
+        self._is_being_stored = is_being_stored
+
+    def record_lookup(self, *_lookup: Any) -> None:
+        """Nothing: what there is to say of a block begins with this engine's store."""
+
+    def record_partial_lookup(self, *_lookup: Any) -> None:
+        """Nothing, likewise."""
+
+    def _build_event_metadata(self, *block: Any) -> Any:
+        made = super()._build_event_metadata(*block)
+        made.active_residencies.clear()  # it lies in the daemon once that is announced
+        return made
+
+    def take_events(self, events: Iterable[OffloadingEvent]) -> Iterable[KVCacheEvent]:
+        """VLLM's events. What is on its way is kept for its end."""
+        events = list(events)
+        named = [key for event in events for key in event.keys]
+        known = self._pending_event_metadata
+        kept = {key: known[key] for key in named if key in known and self._is_being_stored(key)}
+        yield from super().take_events(events)
+        known.update(kept)
+        self.drop_unused(named)
+
+    def drop_unused(self, keys: Collection[OffloadKey]) -> None:
+        """Forget those of these that lie nowhere and are not on their way."""
+        for key in keys:
+            payload = self._pending_event_metadata.get(key)
+            if payload is None or payload.active_residencies or self._is_being_stored(key):
+                continue
+            del self._pending_event_metadata[key]
