@@ -138,7 +138,7 @@ class RowWriter:
                 if self.is_lost:
                     with self._lock:
                         self._waiting = Changes()
-                    if not self._is_stale and time.monotonic() >= self._anew_at:
+                    if time.monotonic() >= self._anew_at:
                         self._begin_anew()
                     continue
                 try:
@@ -162,6 +162,9 @@ class RowWriter:
         """Where an index can be written again, write all that the disk holds."""
         self._anew_at = time.monotonic() + ANEW_S
         try:
+            if self._is_stale:
+                self._file.set_aside()
+                self._is_stale = False
             self._file.begin_anew()
         except (OSError, sqlite3.Error, ValueError):
             return
