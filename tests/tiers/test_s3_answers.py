@@ -15,8 +15,8 @@ pytest.importorskip("obstore", reason="obstore is not here")
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.store import S3Store
-from kvd.tiers.store import OptionValue, TierError, TierReason
-from tests.tiers.contract import ONE, key, soon
+from kvd.tiers.store import OptionValue, Outcome, TierError, TierReason
+from tests.tiers.contract import ONE, key, read, soon, source
 from tests.tiers.valkey_rig import free_ports
 
 NAME = "kvd/ab403cd507/401"
@@ -39,6 +39,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_words: Any) -> None:
         """Nobody reads it."""
+
+
+class Curt(Handler):
+    """Whatever is asked, the answer is the server's status alone."""
+
+    def _answer(self) -> None:
+        assert isinstance(self.server, Answering)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_PUT = do_POST = _answer
 
 
 class Page(Handler):
@@ -117,6 +130,27 @@ def test_an_answer_is_called_by_its_status(
 ) -> None:
     answering.status = status
     assert reason(bucket(answering.server_port, tmp_path)) is wanted
+
+
+@pytest.mark.parametrize("status", [404, 409, 412])
+def test_what_says_nothing_of_an_object_is_a_failure(
+    answering: Answering, tmp_path: Path, status: int
+) -> None:
+    """Also what would say something of it where the question was another."""
+    answering.RequestHandlerClass, answering.status = Curt, status
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    assert store.write([source(key(1), bytes(8))], soon()) == [Outcome.FAILED]
+    with pytest.raises(TierError):
+        store.delete([key(1)], soon())
+    if status == 404:
+        assert store.exists([key(1)], soon()) == [False]
+        assert read(store, key(1), 8)[0] is Outcome.MISSING
+    else:
+        with pytest.raises(TierError):
+            store.exists([key(1)], soon())
+        assert read(store, key(1), 8)[0] is Outcome.FAILED
+    assert set(store.usage().errors) == {TierReason.IO_ERROR}
+    store.close()
 
 
 def test_who_is_refused_says_so_and_looks_whether_its_files_hold_other_credentials(

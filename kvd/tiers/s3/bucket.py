@@ -103,7 +103,7 @@ class Bucket:
 
     def has(self, name: str) -> bool:
         try:
-            self._ask(obstore.head, name)
+            self._ask_for(obstore.head, name)
         except FileNotFoundError:
             return False
         return True
@@ -116,7 +116,7 @@ class Bucket:
         content = [record, *block.parts]
         if self._options.conditional_put:
             try:
-                self._put(name, content, "create")
+                self._put(name, content, "create", FileExistsError)
             except FileExistsError:
                 pass
             else:
@@ -129,7 +129,7 @@ class Bucket:
         """DONE, MISSING, or FAILED where it proves wrong; then it is removed."""
         size = record_bytes(len(block.parts))
         try:
-            found = self._ask(obstore.get, name)
+            found = self._ask_for(obstore.get, name)
             if found.meta["size"] != size + block.nbytes:
                 return Outcome.MISSING
             record = bytearray(size)
@@ -141,16 +141,17 @@ class Bucket:
             return Outcome.MISSING if lengths_in(bytes(record)) else Outcome.FAILED
         return Outcome.DONE if proves(bytes(record), block) else Outcome.FAILED
 
-    def _put(self, name: str, content: list[Any], mode: Any) -> None:
-        self._ask(obstore.put, name, content, mode=mode, use_multipart=False)
+    def _put(self, name: str, content: list[Any], mode: Any, *expected: type[OSError]) -> None:
+        with _answered(self, *expected):
+            obstore.put(self._objects, name, content, mode=mode, use_multipart=False)
 
     def _has_lengths_of(self, name: str, block: TierBlock) -> bool:
         size = record_bytes(len(block.parts))
         try:
-            meta = self._ask(obstore.head, name)
+            meta = self._ask_for(obstore.head, name)
             if meta["size"] != size + block.nbytes:
                 return False
-            record = bytes(self._ask(obstore.get_range, name, start=0, end=size))
+            record = bytes(self._ask_for(obstore.get_range, name, start=0, end=size))
         except FileNotFoundError:
             return False
         return has_lengths_of(record, block)
@@ -175,16 +176,15 @@ class Bucket:
     def remove(self, names: list[str]) -> None:
         """Remove them, where they are there."""
         for begin in range(0, len(names), REMOVED_AT_ONCE):
-            try:
-                self._ask(obstore.delete, names[begin : begin + REMOVED_AT_ONCE])
-            except FileNotFoundError:
-                pass
+            with _answered(self):
+                obstore.delete(self._objects, names[begin : begin + REMOVED_AT_ONCE])
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _ask(self, call: Any, *given: Any, **more: Any) -> Any:
-        with _answered(self):
-            return call(self._objects, *given, **more)
+    def _ask_for(self, call: Any, name: str, **more: Any) -> Any:
+        """Of an object. FileNotFoundError: it is not there."""
+        with _answered(self, FileNotFoundError):
+            return call(self._objects, name, **more)
 
     def require_answering(self) -> None:
         """TierError where it did not answer a moment ago."""
@@ -269,10 +269,15 @@ class Bucket:
 
 
 class _answered:  # noqa: N801 - it reads as a statement
-    """Around a request: what goes wrong is a TierError, FileNotFoundError or FileExistsError."""
+    """Around a request: what goes wrong is a TierError, or one of those that are `expected`.
 
-    def __init__(self, bucket: Bucket) -> None:
+    These are FileNotFoundError and FileExistsError. A server or what stands before it may answer so
+    whatever it is asked: that says of an object what it says only where the question was that.
+    """
+
+    def __init__(self, bucket: Bucket, *expected: type[OSError]) -> None:
         self._bucket = bucket
+        self._expected = expected
         bucket.require_answering()
 
     def __enter__(self) -> None:
@@ -284,13 +289,22 @@ class _answered:  # noqa: N801 - it reads as a statement
             return
         if not isinstance(error, BaseError | OSError):
             return
-        if "NoSuchBucket" not in str(error):
-            if isinstance(error, NotFoundError | FileNotFoundError):
-                raise FileNotFoundError from None
-            if isinstance(error, AlreadyExistsError | PreconditionError):
-                raise FileExistsError from None
+        means = _meaning(error)
+        if means in self._expected:
+            raise means from None
         self._bucket.note(_translated(error))
         raise _translated(error) from None
+
+
+def _meaning(error: Exception) -> type[OSError] | None:
+    """What it says of an object, if it says that."""
+    if "NoSuchBucket" in str(error):
+        return None
+    if isinstance(error, NotFoundError | FileNotFoundError):
+        return FileNotFoundError
+    if isinstance(error, AlreadyExistsError | PreconditionError):
+        return FileExistsError
+    return None
 
 
 def _translated(error: Exception) -> TierError:
