@@ -51,7 +51,10 @@ class Curt(Handler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    do_GET = do_PUT = do_POST = _answer
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):
+            return self._answer
+        raise AttributeError(name)
 
 
 class Page(Handler):
@@ -118,6 +121,7 @@ def test_a_dead_bucket_is_away_for_names_with_numbers_of_refusals_too(tmp_path: 
 @pytest.mark.parametrize(
     ("status", "wanted"),
     [
+        (400, TierReason.REFUSED),
         (401, TierReason.REFUSED),
         (403, TierReason.REFUSED),
         (500, TierReason.IO_ERROR),

@@ -314,6 +314,8 @@ def _translated(error: Exception) -> TierError:
     status = found[1] if found else ""
     refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
     refused = refused or status in ("401", "403")
+    # A HEAD is answered without a word: its 400 is what other requests are told as ExpiredToken.
+    refused = refused or (status == "400" and "performing HEAD" in whole)
     if refused or any(word in whole for word in _REFUSALS):
         return TierError(said, TierReason.REFUSED)
     if "InsufficientStorage" in whole or status == "507":
