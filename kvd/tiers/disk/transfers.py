@@ -81,14 +81,17 @@ class Transfers:
     ) -> list[Future[None]]:
         step = self._write_run if writes else self._read_run
 
+        # Who waits may go on before the pool lets go of what it was given: that is emptied first.
         def in_time(run: list[BlockMove]) -> None:
             self._own.deadline = deadline
             step(run)
+            run.clear()
 
         def natively(mover: FileMover, runs: list[list[BlockMove]]) -> None:
             self._own.deadline = deadline
             for run in self._move_natively(mover, runs, writes=writes):
                 step(run)
+            runs.clear()
 
         for piece in pieces:
             piece.addresses = tuple(map(_address, piece.block.parts))
