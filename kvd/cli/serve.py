@@ -192,7 +192,7 @@ class Daemon:
         for rule in config.tenants:
             driver.call(ev.QuotaSet(driver.long_work.next_token(), rule.tenant, rule.quota_bytes))
         shown = first_tenants(metrics.MAX_TENANTS_SHOWN)
-        self.metrics.watch(partial(machine.statistics, by_namespace=False, which_tenants=shown))
+        self.metrics.watch(partial(driver.statistics, by_namespace=False, which_tenants=shown))
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
         recovered = machine.statistics().counters.recovered
@@ -381,7 +381,7 @@ class Daemon:
     def _sources(self, control: ControlServer) -> status_page.Sources:
         shown = largest_tenants(status_page.MAX_ROWS_SHOWN)
         return status_page.Sources(
-            partial(control.driver.machine.statistics, by_namespace=False, which_tenants=shown),
+            partial(control.driver.statistics, by_namespace=False, which_tenants=shown),
             control.common.told_lookups.by_tenant,
             control.driver.fleet.attached.values,
             lambda: self._ready_page()[2].decode().strip(),

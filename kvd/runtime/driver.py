@@ -26,6 +26,7 @@ from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
+from kvd.core.upkeep.statistics import Statistics
 from kvd.mover.process import MoverProcess
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
@@ -114,6 +115,10 @@ class Driver:
         self._working: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self.long_work = LongWork(machine.knows, self.call, self._spawn)
+
+    def statistics(self, **which: Any) -> Statistics:
+        """The machine's figures, with what is known of tiers' processes besides."""
+        return self.tiers.seen(self.machine.statistics(**which))
 
     # -- events in --------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvd.core import events as ev
 from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
+from kvd.core.upkeep.statistics import Statistics
 from kvd.pool.generations import EVERY, NAME_BYTES
 from kvd.pool.pool import Pool
 from kvd.runtime import damage
@@ -175,11 +177,23 @@ class Tiers:
         """What is known of each tier's process, in their order."""
         return [
             TierTold(
-                self._keepers[place].reason if self._keepers else "",
+                self._keepers[place].problem if self._keepers else "",
                 self.usage.get(TierId(place), NO_USAGE),
             )
             for place in range(len(self._rules))
         ]
+
+    def seen(self, figures: Statistics) -> Statistics:
+        """The figures, and that a tier whose process has yet to end is served by none.
+
+        The core waits for that end: copies may run until then. It may take as long as a disk hangs.
+        """
+        is_ending = [keeper.is_ending for keeper in self._keepers]
+        if not any(is_ending):
+            return figures
+        each = zip(figures.tiers, is_ending, strict=True)
+        tiers = [replace(tier, is_serving=tier.is_serving and not ends) for tier, ends in each]
+        return replace(figures, tiers=tuple(tiers))
 
     def _process_of(self, tier: TierId) -> TierProcess | None:
         """None while there is none: calls come before `begin`, too."""

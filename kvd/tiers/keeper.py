@@ -128,6 +128,18 @@ class TierKeeper:
             self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.CLOSED)
         return True
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether there is a process that takes no orders: it was told to end, and has yet to."""
+        return self.process is not None and self.process.ending
+
+    @property
+    def problem(self) -> str:
+        """Why nothing serves the tier, or why nothing did before this process."""
+        if self.process is not None and self.is_ending:
+            return f"its process has yet to end: {self.process.why_ending}"
+        return self.reason
+
     async def _keep(self) -> None:
         wait_s = FIRST_WAIT_S
         while True:

@@ -232,6 +232,11 @@ class TierProcess(OwnedProcess):
         return self._transport is None or self._transport.is_closing()
 
     @property
+    def why_ending(self) -> str:
+        """Why it was told to go; "" where it was not, or nobody knows."""
+        return self._reason
+
+    @property
     def queued(self) -> dict[str, int]:
         """Keys and blocks that were given and not answered, by kind."""
         return {kind.name.lower(): self._queued[kind] for kind in _LANES}

@@ -131,6 +131,29 @@ async def test_one_that_ends_is_started_again() -> None:
         assert heard.gone == ["killed by SIGKILL"] * 3 + ["stopped"]
 
 
+@short_waits
+@on_loop
+async def test_one_that_was_told_to_end_and_can_not_yet_is_said_to_serve_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that waits in the kernel for a disk that hangs."""
+    async with tier_rig() as r:
+        heard = Heard()
+        async with kept(r, heard) as keeper:
+            await until(lambda: bool(heard.started))
+            assert (keeper.is_ending, keeper.problem) == (False, "")
+            (process,) = heard.started
+            assert process._child is not None
+            with monkeypatch.context() as patched:
+                patched.setattr(process._child, "kill", lambda: None)
+                process.end_because("it is late")
+            assert keeper.is_ending
+            assert keeper.problem == "its process has yet to end: it is late"
+            os.kill(process.pid, signal.SIGKILL)
+            await until(lambda: len(heard.started) == 2)
+            assert (keeper.is_ending, keeper.problem) == (False, "its process ended: it is late")
+
+
 class Brief:
     """Launches on virtual time what serves as long as it is told; notes each wait before."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,9 @@ from kvd.config.tiers import TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeName, SearchId, TierId
+from kvd.core.machine import Machine, MachineConfig
+from kvd.core.model.tiers import TierCounters
+from kvd.core.upkeep.statistics import TierFigures
 from kvd.pool.generations import EVERY, MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
@@ -152,3 +156,19 @@ async def test_what_a_process_was_asked_before_its_end_is_waited_for_no_longer(
     assert gone == ev.TierGone(TIER)
     waiting.set_result(None)  # as who reports does, once the event was handled
     assert await asyncio.wait_for(lookup, 5.0)
+
+
+def test_a_tier_whose_process_has_yet_to_end_is_shown_as_away() -> None:
+    made = tiers([])
+    each = tuple(
+        TierFigures(name, serves, 0, 0, 0.0, 0.0, TierCounters())
+        for name, serves in (("ends", True), ("serves", True), ("is away", False))
+    )
+    machine = Machine(MachineConfig(extents=1, extent_bytes=1 << 20, tag_secret=bytes(16)))
+    figures = replace(machine.statistics(), tiers=each)
+    made._keepers = [cast(Any, SimpleNamespace(is_ending=False))] * 3
+    assert made.seen(figures) is figures
+    made._keepers[0] = cast(Any, SimpleNamespace(is_ending=True))
+    assert [tier.is_serving for tier in made.seen(figures).tiers] == [False, True, False]
+    made._keepers = []
+    assert made.seen(figures) is figures, "none was started yet"

@@ -70,7 +70,7 @@ class StatusReport:
         self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, common: SessionContext
     ) -> None:
         self._driver = driver
-        self._recent = RecentFigures(partial(driver.machine.statistics, which_tenants=no_tenants))
+        self._recent = RecentFigures(partial(driver.statistics, which_tenants=no_tenants))
         self._engines = engines
         self._namespaces = namespaces
         self._sessions = common.sessions
