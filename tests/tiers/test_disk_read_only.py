@@ -1,4 +1,4 @@
-"""A disk's file system that is read-only for a while costs no block at the next start."""
+"""A file system that is read-only for a while costs no block, and is told from a wrong option."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk.index_file import IndexFile
 from kvd.tiers.disk.store import DiskStore
-from kvd.tiers.store import TierError
+from kvd.tiers.store import TierError, TierUnusable
 from tests.tiers.contract import has, keep, key, soon
+from tests.tiers.faulty_files import FaultyFiles
 from tests.tiers.test_disk_contract import options_of
 from tests.tiers.valkey_rig import until
 
@@ -51,3 +52,31 @@ def test_an_index_that_could_not_be_set_aside_is_written_anew_too(
     assert store.usage().errors == {}
     assert [n for n in range(9) if not has(store, n)] == [1]
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "call", "said"),
+    [
+        (os, "ftruncate", "slab can't have .* bytes: Read-only file system"),
+        (Path, "chmod", "index.sqlite can't be opened: Read-only file system"),
+    ],
+)
+def test_what_can_not_be_opened_is_named_and_no_option_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: object, call: str, said: str
+) -> None:
+    def refuse(*_given: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    opened(tmp_path).close()
+    with monkeypatch.context() as patched:
+        patched.setattr(place, call, refuse)
+        with pytest.raises(TierUnusable, match=said):
+            DiskStore(options_of(tmp_path / "disk", regions=32))
+    opened(tmp_path).close()
+
+
+def test_a_disk_that_is_ill_is_not_called_too_small(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.fault = lambda call, _offset: errno.EIO if call == "reserve" else None
+    with pytest.raises(TierUnusable, match=r"slab can't have .* bytes: Input/output error"):
+        DiskStore(options_of(tmp_path / "disk", regions=4), files)

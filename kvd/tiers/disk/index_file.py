@@ -95,6 +95,9 @@ class IndexFile:
                 self.close()
                 raise TierUnusable(f"{self._path} can't be made: {again}") from again
             return replace(known, was_lost=was_there)
+        except OSError as error:
+            self.close()
+            raise TierUnusable(f"{self._path} can't be opened: {error.strerror}") from error
 
     def commit(self, changes: Changes, *, durable: bool = False) -> None:
         """Write all or nothing. Durable: it is on the disk then. sqlite3.Error."""

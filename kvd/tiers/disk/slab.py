@@ -128,13 +128,20 @@ class Slab:
             self._files.reserve(self._fd, size)
         except OSError as error:
             if not is_unsupported(error):
-                os.ftruncate(self._fd, had)  # what could be had fills the disk for nothing
-                raise self._unusable(
-                    f"can't have {size} bytes; lower directory_bytes", error
-                ) from (error)
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, had)  # what could be had fills the disk for nothing
+                raise self._without_room(size, error) from error
             self.notes.append(f"{self._path}: the file system can't reserve room, and may run out")
-        if os.fstat(self._fd).st_size != size:
-            os.ftruncate(self._fd, size)
+        try:
+            if os.fstat(self._fd).st_size != size:
+                os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise self._without_room(size, error) from error
+
+    def _without_room(self, size: int, error: OSError) -> TierUnusable:
+        is_ill = error.errno in (errno.EIO, errno.EROFS)  # of whatever size
+        fix = "" if is_ill else "; lower directory_bytes"
+        return self._unusable(f"can't have {size} bytes{fix}", error)
 
     def _require_room(self, size: int) -> None:
         """OSError where there can't be so much: to try would fill the file system meanwhile."""
