@@ -1,14 +1,16 @@
-"""A file system that is read-only for a while costs no block, and is told from a wrong option."""
+"""A disk that refuses for a while costs no block, and is told from a wrong option."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from kvd.tiers.disk import index_file
 from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk.index_file import IndexFile
 from kvd.tiers.disk.store import DiskStore
@@ -80,3 +82,35 @@ def test_a_disk_that_is_ill_is_not_called_too_small(tmp_path: Path) -> None:
     files.fault = lambda call, _offset: errno.EIO if call == "reserve" else None
     with pytest.raises(TierUnusable, match=r"slab can't have .* bytes: Input/output error"):
         DiskStore(options_of(tmp_path / "disk", regions=4), files)
+
+
+class Refused(sqlite3.OperationalError):
+    sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+
+
+@pytest.mark.parametrize("refusals", [2, 99])
+def test_an_index_that_the_disk_refuses_to_read_is_lost_only_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    store = opened(tmp_path)
+    keep(store, range(4))
+    store.close()
+    real, left = index_file._numbered, [refusals]
+
+    def refuse(found: Iterable[tuple[int, object]]) -> dict[int, bytes]:
+        if left[0] and is_the_old_one(tmp_path):
+            left[0] -= 1
+            raise Refused("disk I/O error")
+        return real(found)
+
+    monkeypatch.setattr(index_file, "_numbered", refuse)
+    monkeypatch.setattr(index_file, "AGAIN_S", 0.01)
+    monkeypatch.setattr(index_file, "REFUSED_S", 30.0 if refusals == 2 else 0.1)
+    store = opened(tmp_path)
+    assert store.usage().blocks == (4 if refusals == 2 else 0)
+    assert is_the_old_one(tmp_path) is (refusals == 2)
+    store.close()
+
+
+def is_the_old_one(place: Path) -> bool:
+    return not (place / "disk" / "index.sqlite.set-aside").exists()

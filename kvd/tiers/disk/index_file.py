@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -27,6 +28,8 @@ ROW_WORDS = 7
 DIGEST, SEAL, PLACE, NUMBERS, STAMP, CHECK = slice(0, 2), 2, 3, 4, 5, 6
 _NUMBERS = 1 << 32  # of scopes and of lengths there are fewer: a row has half a word for each
 _ROWS_A_TIME = 8192
+REFUSED_S = 10.0  # for so long a disk may refuse to read an index at the start
+AGAIN_S = 0.5  # between two tries
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
 CREATE TABLE IF NOT EXISTS scopes (id INTEGER PRIMARY KEY AUTOINCREMENT, scope BLOB);
@@ -85,7 +88,7 @@ class IndexFile:
         """Read it, or begin an empty one. TierUnusable where there can be none."""
         was_there = self._path.exists()
         try:
-            return self._read()
+            return self._read_patiently()
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
             try:
@@ -151,6 +154,19 @@ class IndexFile:
             with contextlib.suppress(sqlite3.Error):
                 self._db.close()
             self._db = None
+
+    def _read_patiently(self) -> Known:
+        """Read it. Where the disk refuses, again for a while: all is lost with an index."""
+        until = time.monotonic() + REFUSED_S
+        while True:
+            try:
+                return self._read()
+            except sqlite3.OperationalError as error:
+                is_refused = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_IOERR
+                if not is_refused or time.monotonic() >= until:
+                    raise
+            self.close()
+            time.sleep(AGAIN_S)
 
     def _read(self) -> Known:
         db = self._db = sqlite3.connect(
