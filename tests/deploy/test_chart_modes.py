@@ -298,6 +298,27 @@ def test_an_engines_pods_are_not_the_daemonsets(chart: helm.Chart) -> None:
     assert made["Deployment-engine"]["spec"]["selector"]["matchLabels"].items() <= theirs.items()
 
 
+@pytest.mark.parametrize(
+    ("mode", "change", "is_new"),
+    [
+        ("daemonset", {"connection": {"vllm": {"store_mode": "lazy"}}}, True),
+        ("sidecar", {"connection": {"vllm": {"store_mode": "lazy"}}}, True),
+        ("sidecar", {"config": {"lease_share": 0.4}}, True),  # the daemon is in the engine's pod
+        ("daemonset", {"config": {"lease_share": 0.4}}, False),
+        ("daemonset", {"pool": {"sizeGiB": 8}}, False),
+    ],
+)
+def test_engines_are_replaced_for_what_their_pods_hold_and_for_nothing_else(
+    chart: helm.Chart, mode: str, change: dict[str, Any], is_new: bool
+) -> None:
+    values = {"mode": mode, "engine": {"enabled": True}}
+    before, after = (
+        objects(chart, each)["Deployment-engine"]["spec"]["template"]
+        for each in (values, values | change)
+    )
+    assert (before != after) is is_new
+
+
 # -- monitoring ---------------------------------------------------------------------------------
 
 

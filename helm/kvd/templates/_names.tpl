@@ -108,6 +108,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
+{{- /* What `vllm serve --kv-transfer-config` takes. */ -}}
+{{- define "kvd.transferConfig" -}}
+{{- $extra := mergeOverwrite (dict "socket_path" "/run/kvd/kvd.sock") (deepCopy .Values.connection.vllm) -}}
+{{- dict "kv_connector" "KvdConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra | toJson -}}
+{{- end -}}
+
 {{- define "kvd.tierMounts" -}}
 {{- range $number, $tier := .Values.tiers }}
 {{- range $place, $source := $tier.volumes }}
