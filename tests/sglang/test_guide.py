@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.arg_groups.fields import memory
+from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.pool_host import common
 from sglang.srt.server_args import ServerArgs
 
+from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import NO_FILES
 from tests.daemons import ROOT
 
@@ -37,6 +39,13 @@ def test_what_the_guide_says_of_layouts_and_modes_sglang_takes() -> None:
     for value in (*VALUES, "buffer_only"):
         assert f'"{value}"' in taken
         assert value in said
+
+
+def test_what_sglang_itself_puts_beside_the_options_is_let_through() -> None:
+    source = Path(unified_radix_cache.__file__).read_text()
+    added = re.findall(r'storage_extra_config\.setdefault\(\s*"(\w+)"', source)
+    assert added == ["file_storage_path"]
+    HiCacheOptions.from_extra_config({"interface_v1": 1, **dict.fromkeys(added, "/elsewhere")})
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -18,6 +18,7 @@ SGLANG_KEYS = frozenset(
         "allocator",
         "backend_name",
         "class_name",
+        "file_storage_path",  # which SGLang puts there where its flag of that name is given
         "hicache_storage_pass_prefix_keys",
         "interface_v1",
         "module_path",
