@@ -350,6 +350,18 @@ def test_a_pod_is_given_the_time_to_drain(chart: helm.Chart) -> None:
         assert pod(chart, values)["terminationGracePeriodSeconds"] == grace
 
 
+@pytest.mark.parametrize("surge", [1, "25%"])
+def test_an_update_that_would_wait_for_the_old_daemons_pool_for_ever_is_refused(
+    chart: helm.Chart, surge: int | str
+) -> None:
+    wrong = {"updateStrategy": {"rollingUpdate": {"maxSurge": surge, "maxUnavailable": 0}}}
+    with pytest.raises(helm.HelmRenderError, match=f"maxSurge is {surge}: .* set it to 0"):
+        objects(chart, wrong)
+    for right in (0, "0%"):
+        objects(chart, {"updateStrategy": {"rollingUpdate": {"maxSurge": right}}})
+    objects(chart, {"updateStrategy": {"type": "OnDelete"}})
+
+
 def test_a_pool_in_common_memory_has_its_extents_in_its_directory(
     chart: helm.Chart, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,23 @@ def test_a_sidecar_is_native_starts_before_its_engine_and_keeps_no_engine_unread
     assert "livenessProbe" in daemon
     assert not daemon.keys() & {"readinessProbe", "startupProbe"}
     assert [each["name"] for each in spec["containers"]] == ["vllm"]
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("v1.28.9-gke.1", True), ("v1.29.0", False)])
+def test_a_sidecar_is_refused_where_kubernetes_knows_none(
+    tmp_path: Path, version: str, is_refused: bool
+) -> None:
+    """The library knows one cluster only, so the version stands in a copy."""
+    copy = shutil.copytree(CHART, tmp_path / "kvd")
+    names = copy / "templates" / "_names.tpl"
+    names.write_text(names.read_text().replace(".Capabilities.KubeVersion.Version", f'"{version}"'))
+    with helm.Chart.load(str(copy)) as old:
+        objects(old)
+        if not is_refused:
+            objects(old, SIDECAR)
+            return
+        with pytest.raises(helm.HelmRenderError, match=f"Kubernetes {version}: .* daemonset"):
+            objects(old, SIDECAR)
 
 
 def test_a_sidecar_needs_no_node_no_privileges_and_no_root(chart: helm.Chart) -> None:

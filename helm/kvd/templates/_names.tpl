@@ -102,6 +102,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and (eq .Values.pool.hugePages.size "1Gi") (not $whole) -}}
 {{- fail (printf "pool.hugePages.size is 1Gi: an extent must be whole huge pages, but config.extent_bytes is %s; set it to 1GiB" $extent) -}}
 {{- end -}}
+{{- if and (eq .Values.mode "sidecar") (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "mode is sidecar, and the cluster is Kubernetes %s: only 1.29 and later know native sidecars, and the pod would wait for its daemon's end; set mode to daemonset" .Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- $surge := toString (dig "rollingUpdate" "maxSurge" 0 .Values.updateStrategy) -}}
+{{- if and (eq .Values.mode "daemonset") (not (has $surge (list "0" "0%"))) -}}
+{{- fail (printf "updateStrategy.rollingUpdate.maxSurge is %s: a node's new daemon can't have the pool, which the old one keeps until the new one is ready; set it to 0" $surge) -}}
+{{- end -}}
 {{- $drain := ternary (toString .Values.config.drain_seconds) "10" (hasKey .Values.config "drain_seconds") | float64 -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf $drain 5) -}}
 {{- fail (printf "terminationGracePeriodSeconds is %v, and the daemon drains for up to %v s (config.drain_seconds): it would be killed; give it 5 s more than that at least" .Values.terminationGracePeriodSeconds $drain) -}}
