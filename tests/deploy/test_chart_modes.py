@@ -337,6 +337,17 @@ def test_engines_are_replaced_for_what_their_pods_hold_and_for_nothing_else(
     assert (before != after) is is_new
 
 
+def test_the_longest_names_leave_room_for_what_is_put_behind_them(chart: helm.Chart) -> None:
+    long = {"nameOverride": "n" * 63, "fullnameOverride": "f" * 63, "engine": {"enabled": True}}
+    made = objects(chart, long | {"metrics": {"service": {"enabled": True}}})
+    (service,) = (each for each in made.values() if each["kind"] == "Service")
+    assert len(service["metadata"]["name"]) == 63  # as Kubernetes has it for a Service
+    (engines,) = (each for each in made.values() if each["kind"] == "Deployment")
+    labels = engines["spec"]["template"]["metadata"]["labels"]
+    assert max(map(len, labels.values())) == 63  # and for a label
+    assert labels["app.kubernetes.io/name"].endswith("-engine")
+
+
 # -- monitoring ---------------------------------------------------------------------------------
 
 

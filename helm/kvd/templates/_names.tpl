@@ -22,7 +22,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- if eq .Values.mode "sidecar" -}}
 {{ include "kvd.selectorLabels" . }}
 {{- else -}}
-app.kubernetes.io/name: {{ include "kvd.name" . }}-engine
+app.kubernetes.io/name: {{ include "kvd.name" . | trunc 56 | trimSuffix "-" }}-engine
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 app.kubernetes.io/component: engine
