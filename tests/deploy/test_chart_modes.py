@@ -316,6 +316,18 @@ def test_an_engines_pods_are_not_the_daemonsets(chart: helm.Chart) -> None:
     assert made["Deployment-engine"]["spec"]["selector"]["matchLabels"].items() <= theirs.items()
 
 
+@pytest.mark.parametrize("groups", [[], [44, 109], [10001, 44]])
+def test_an_engines_own_groups_come_beside_the_sockets(
+    chart: helm.Chart, groups: list[int]
+) -> None:
+    """Devices of some makers want groups of their own."""
+    own = {"runAsUser": 1000, "supplementalGroups": groups}
+    values = {"engine": {"enabled": True, "podSecurityContext": own}}
+    context = engine(chart, values)["securityContext"]
+    assert sorted(context["supplementalGroups"]) == sorted({10001, *groups})
+    assert (context["runAsUser"], context["seccompProfile"]) == (1000, {"type": "RuntimeDefault"})
+
+
 @pytest.mark.parametrize(
     ("mode", "change", "is_new"),
     [
