@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey, make_offload_key
 
 from kvd_client.integrations.vllm.event_payloads import EventPayloads
@@ -33,7 +34,8 @@ class Books:
     def __init__(self) -> None:
         self.on_the_way: set[OffloadKey] = set()
         config = SimpleNamespace(enable_kv_cache_events=True, self_describing_kv_events=True)
-        self.payloads = EventPayloads(config, self.on_the_way.__contains__)
+        theirs = OffloadingEventsTracker(config)
+        self.payloads = EventPayloads(theirs, self.on_the_way.__contains__)
 
     def begin(self, block: int) -> None:
         self.on_the_way.add(KEYS[block])

@@ -18,8 +18,11 @@ class EventPayloads(OffloadingEventsTracker):
     fails is never followed by one, nor is the lookup of a block that another engine announced.
     """
 
-    def __init__(self, config: Any, is_being_stored: Callable[[OffloadKey], bool]) -> None:
-        super().__init__(config)
+    def __init__(
+        self, theirs: OffloadingEventsTracker, is_being_stored: Callable[[OffloadKey], bool]
+    ) -> None:
+        """In the place of the one that vLLM made, with all that its release gives it."""
+        vars(self).update(vars(theirs))
         self._is_being_stored = is_being_stored
 
     def record_lookup(self, *_lookup: Any) -> None:

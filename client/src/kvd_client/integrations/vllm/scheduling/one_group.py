@@ -85,7 +85,7 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
         self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._events_tracker = EventPayloads(spec.kv_events_config, self.manager.is_being_stored)
+        self._events_tracker = EventPayloads(self._events_tracker, self.manager.is_being_stored)
         self._self_describing = self._events_tracker.self_describing_enabled
         self._has_one_group = len(self.config.kv_group_configs) == 1
         self._stores_simply = self._has_simple_stores()
