@@ -153,10 +153,25 @@ def why_copied(lock: int, config: PoolConfig) -> str:
     """Why what lies here may be no pool: tables and bytes that were copied one after the other,
     while a daemon changed them, don't belong together. "" where they are the last owner's own.
     """
-    said = sealed_json.unseal(os.pread(lock, _PLACE_BYTES, _OWNER_BYTES))
-    if said is None or said.get("files") == _numbers(lock, config):  # earlier releases don't say
+    noted = _noted(lock)
+    if noted is None or noted == _numbers(lock, config):
         return ""
     return "its files are a copy, whose tables and bytes may be of different times"
+
+
+def is_copied_here(lock: int, config: PoolConfig) -> bool:
+    """Whether the tables are a copy: where they came from the pool itself may lie yet, and be
+    started again. False where nobody knows.
+    """
+    noted = _noted(lock)
+    return noted is not None and noted[:2] != _numbers(lock, config)[:2]
+
+
+def _noted(lock: int) -> list[str] | None:
+    """What `note_place` wrote; None where it says nothing, as of earlier releases."""
+    said = sealed_json.unseal(os.pread(lock, _PLACE_BYTES, _OWNER_BYTES)) or {}
+    found = said.get("files")
+    return found if isinstance(found, list) else None
 
 
 def _numbers(lock: int, config: PoolConfig) -> list[str]:

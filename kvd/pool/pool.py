@@ -47,6 +47,7 @@ from kvd.pool.ownership import (
     Orphan,
     end_movers,
     extents_mapped_by,
+    is_copied_here,
     note_place,
     own_directory,
     own_places,
@@ -557,10 +558,15 @@ class Pool:
         return f"rows.table has {found} bytes of {wanted}" if found < wanted else ""
 
     def _remove_extents(self, before: PoolHeader | None) -> None:
-        """Give back the memory of the pool that was here, wherever its extents lay."""
+        """Give back the memory of the pool that was here, wherever its extents lay.
+
+        What a copy's header names is the other pool's, which still has it.
+        """
         remove_left(self._config.directory / "extents")
-        if before is not None and has_mark(Path(before.extents_directory), before.extents_mark):
-            remove_left(Path(before.extents_directory))
+        if before is not None and not is_copied_here(self._lock, self._config):
+            place = Path(before.extents_directory)
+            if has_mark(place, before.extents_mark):
+                remove_left(place)
         self._files.remove_all()
 
     def _recover(self, orphaned_extents: frozenset[int]) -> None:

@@ -118,6 +118,21 @@ def test_a_copy_that_was_put_in_the_pools_place_is_cold(
     assert is_warm(config), "from now on it is a pool of its own"
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_copy_that_is_started_takes_nothing_from_the_pool_that_it_was_copied_from(
+    shared_directory: Path, elsewhere: bool
+) -> None:
+    config = orders.config(shared_directory)
+    copy = replace(config, directory=shared_directory / "copy")
+    if elsewhere:
+        config = replace(config, extents_directory=shared_directory / "far")
+        copy = replace(copy, extents_directory=shared_directory / "near")
+    fill(config)
+    shutil.copytree(config.directory, copy.directory)
+    assert not is_warm(copy)
+    assert is_warm(config)
+
+
 def test_a_pool_that_was_moved_away_and_back_is_warm(shared_directory: Path) -> None:
     config = orders.config(shared_directory)
     fill(config)
