@@ -13,6 +13,7 @@ from typing import Any
 from kvd.linux.proc import boot_id
 from kvd.pool import sealed_json
 from kvd.pool.config import RECORD_BYTES, PoolConfig
+from kvd.pool.ownership import why_not_here
 
 POOL_LAYOUT_VERSION = 2
 EXTENTS_MARK_BYTES = 16
@@ -62,7 +63,10 @@ class PoolHeader:
 
 
 def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]:
-    """The header found, None where it can't be read; and why the pool starts cold, or ""."""
+    """The header found, None where it can't be read; and why the pool starts cold, or "".
+
+    Whether its files are here is another question (ownership.py).
+    """
     try:
         record = sealed_json.unseal(_content(path))
     except FileNotFoundError:
@@ -79,7 +83,7 @@ def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]
         return None, "the pool's header is damaged"
     if found.boot_id != wanted.boot_id:
         return found, "the machine was started anew since"
-    for name in ("extents", "extent_bytes", "record_bytes", "extents_directory"):
+    for name in ("extents", "extent_bytes", "record_bytes"):
         before, now = getattr(found, name), getattr(wanted, name)
         if before != now:
             return found, f"the pool was made with {name} = {before}, configured is {now}"
@@ -99,7 +103,9 @@ def standing_extent_bytes(config: PoolConfig) -> int:
     _, cold_reason = read_header(
         path, replace(now, extents=found.extents, extent_bytes=found.extent_bytes)
     )
-    return 0 if cold_reason else found.extent_bytes
+    if cold_reason or why_not_here(config, found.extents_directory):
+        return 0
+    return found.extent_bytes
 
 
 def _header_of(record: dict[str, Any]) -> PoolHeader | None:

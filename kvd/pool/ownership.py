@@ -45,6 +45,7 @@ _BLANK = b"\n"
 # There is none of this pid, or a thread of another process has it as its number: which of them a
 # kernel says then differs.
 _NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -140,7 +141,7 @@ def own_pool(path: Path) -> int:
 
 
 def note_place(lock: int, config: PoolConfig) -> None:
-    """Say in the lock file which files the pool is, for `why_copied` at the next start.
+    """Say in the lock file which files the pool is, for `why_elsewhere` at the next start.
 
     They are told by their numbers: names are the same where a copy was put in their place.
     """
@@ -149,14 +150,36 @@ def note_place(lock: int, config: PoolConfig) -> None:
         os.pwrite(lock, line, _OWNER_BYTES)
 
 
-def why_copied(lock: int, config: PoolConfig) -> str:
-    """Why what lies here may be no pool: tables and bytes that were copied one after the other,
-    while a daemon changed them, don't belong together. "" where they are the last owner's own.
+def why_elsewhere(lock: int, config: PoolConfig, extents_directory: str) -> str:
+    """Why what lies here may be no pool, whose header names that directory of extents; "" where
+    the files are the last owner's own, whatever their directories are called now.
+
+    Tables and bytes that were copied one after the other, while a daemon changed them, don't
+    belong together.
     """
     noted = _noted(lock)
-    if noted is None or noted == _numbers(lock, config):
+    if noted == _numbers(lock, config):
+        return ""
+    now = str(config.extents_place)
+    if extents_directory != now:
+        return (
+            f"the pool was made with extents_directory = {extents_directory}, configured is {now}"
+        )
+    if noted is None:
         return ""
     return "its files are a copy, whose tables and bytes may be of different times"
+
+
+def why_not_here(config: PoolConfig, extents_directory: str) -> str:
+    """The same before the lock is had."""
+    if not config.extents_place.is_dir():
+        return "the extents are missing"
+    lock = config.directory / "lock"
+    fd = os.open(lock if lock.exists() else os.devnull, _READ)  # none says as much as an empty one
+    try:
+        return why_elsewhere(fd, config, extents_directory)
+    finally:
+        os.close(fd)
 
 
 def is_copied_here(lock: int, config: PoolConfig) -> bool:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Self
@@ -53,13 +54,13 @@ from kvd.pool.ownership import (
     own_places,
     own_pool,
     remove_left,
-    why_copied,
+    why_elsewhere,
 )
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import Reserve
-from kvd.pool.row_table import GrantedRow, RowTable, row_table_bytes
+from kvd.pool.row_table import GrantedRow, RowTable, why_rows_lost
 from kvd.pool.slot_table import SlotTableFile
 from kvd.pool.standing import Standing
 from kvd.pool.verify import Books
@@ -532,9 +533,9 @@ class Pool:
         header, self.cold_reason = read_header(path, wanted)
         if header is not None and not self.cold_reason:
             self.cold_reason = (
-                why_copied(self._lock, self._config)
+                why_elsewhere(self._lock, self._config, header.extents_directory)
                 or self._files.missing(header.extents_mark)
-                or self._rows_lost()
+                or why_rows_lost(self._config)
             )
         if header is None or self.cold_reason:
             self._reserve.let_go()
@@ -547,15 +548,12 @@ class Pool:
             self._files.nodes = deal(self.extents, header.nodes)
             self._files.create_all(header.extents_mark)
             header.write(path)
+        elif header.extents_directory != wanted.extents_directory:  # it has another name now
+            header = replace(header, extents_directory=wanted.extents_directory)
+            self._reserve.write(len(header.extents_directory), partial(header.write, path))
         note_place(self._lock, self._config)
         self._files.nodes = deal(self.extents, header.nodes)
         self.tag_secret = bytes.fromhex(header.tag_secret)
-
-    def _rows_lost(self) -> str:
-        """Why nobody knows whose records and bytes there are; "" where rows.table is whole."""
-        path = self._config.directory / "rows.table"
-        found, wanted = path.stat().st_size if path.exists() else 0, row_table_bytes(self._config)
-        return f"rows.table has {found} bytes of {wanted}" if found < wanted else ""
 
     def _remove_extents(self, before: PoolHeader | None) -> None:
         """Give back the memory of the pool that was here, wherever its extents lay.

@@ -53,6 +53,13 @@ def row_table_bytes(config: PoolConfig) -> int:
     return config.extents * ROW_HEADER_BYTES
 
 
+def why_rows_lost(config: PoolConfig) -> str:
+    """Why nobody knows whose records and bytes there are; "" where rows.table is whole."""
+    path = config.directory / "rows.table"
+    found, wanted = path.stat().st_size if path.exists() else 0, row_table_bytes(config)
+    return f"rows.table has {found} bytes of {wanted}" if found < wanted else ""
+
+
 class RowTable(MappedTable):
     """The headers of all rows, mapped and populated (they are few)."""
 

@@ -140,6 +140,42 @@ def test_a_pool_that_was_moved_away_and_back_is_warm(shared_directory: Path) -> 
     assert is_warm(config)
 
 
+def moved(config: PoolConfig) -> Path:
+    return config.directory.rename(config.directory.with_name("other"))
+
+
+def behind_a_link(config: PoolConfig) -> Path:
+    link = config.directory.parent / "link"
+    link.symlink_to(config.directory.parent)
+    return link / config.directory.name
+
+
+def by_a_way_round(config: PoolConfig) -> Path:
+    return config.directory / ".." / config.directory.name
+
+
+@pytest.mark.parametrize("rename", [moved, behind_a_link, by_a_way_round])
+def test_a_pool_is_warm_under_another_name(
+    shared_directory: Path, rename: Callable[[PoolConfig], Path]
+) -> None:
+    config = orders.config(shared_directory)
+    fill(config)
+    # Nobody says the extents' size: that of the pool counts, and not what would be chosen now.
+    config = replace(config, extent_bytes_chosen=True, extent_bytes=config.extent_bytes * 2)
+    renamed = replace(config, directory=rename(config))
+    assert is_warm(renamed)
+    assert is_warm(renamed)
+
+
+def test_extents_are_found_and_given_back_where_they_were_moved_to(shared_directory: Path) -> None:
+    config = replace(orders.config(shared_directory), extents_directory=shared_directory / "far")
+    fill(config)
+    there = replace(config, extents_directory=config.extents_place.rename(shared_directory / "on"))
+    assert is_warm(there)
+    assert not is_warm(replace(config, extents_directory=None))
+    assert list(there.extents_place.iterdir()) == []
+
+
 def test_a_pool_whose_lock_an_earlier_release_wrote_is_warm(shared_directory: Path) -> None:
     config = orders.config(shared_directory)
     fill(config)
