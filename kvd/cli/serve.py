@@ -20,6 +20,7 @@ import uvloop
 import kvd
 from kvd.cli.exits import EXIT_FAILED
 from kvd.cli.left_behind import MadeDirectories
+from kvd.cli.pool_settings import pool_config
 from kvd.cli.reload import Reloader, machine_terms
 from kvd.config.settings import Config, unknown_variables
 from kvd.control.access import descriptors
@@ -44,10 +45,9 @@ from kvd.core.upkeep.statistics import first_tenants, largest_tenants
 from kvd.linux import signals
 from kvd.linux.calls import ask_for_short_slices, share_one_heap
 from kvd.linux.own_directory import NotTrustedError
-from kvd.mover.checksum_cost import why_checksums_cost
 from kvd.observability import logs, metrics, status_page
 from kvd.observability.floods import Floods
-from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
+from kvd.pool.config import COMFORTABLE_EXTENTS, PoolError
 from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
 from kvd.processes import release
@@ -111,7 +111,7 @@ class Daemon:
                 await http.listen(self.config.http_address, self.config.http_port)
                 stack.push_async_callback(http.close)
             try:
-                pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._preparing)
+                pool = await asyncio.to_thread(Pool.open, pool_config(self.config), self._preparing)
             except _ToldToStop:
                 log.info(
                     "told to stop while the pool was made or read: the next start does it anew"
@@ -150,24 +150,6 @@ class Daemon:
         return 0
 
     # -- building ---------------------------------------------------------------------------
-
-    def _pool_config(self) -> PoolConfig:
-        config = self.config
-        checksums, costly = config.payload_checksums, ""
-        if checksums is Checksums.AUTO:
-            costly = why_checksums_cost()
-        return PoolConfig(
-            directory=config.pool_directory,
-            pool_bytes=config.pool_bytes,
-            extent_bytes=config.new_extent_bytes,
-            extent_bytes_chosen=config.extent_bytes is None,
-            threads=config.prefault_threads,
-            any_filesystem=config.any_filesystem,
-            payload_checksums=checksums is not Checksums.OFF and not costly,
-            checksums_chosen=checksums is Checksums.AUTO,
-            checksums_reason=costly,
-            extents_directory=config.extents_directory,
-        )
 
     def _driver(self, pool: Pool) -> Driver:
         config = self.config

@@ -35,6 +35,12 @@ def limits_of(pid: int | None, proc: Path = PROC) -> tuple[int, int]:
     )
 
 
+def most_file_bytes() -> int | None:
+    """Bytes that a file which this process writes may have; None: any."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def node_bytes(folder: Path = NODES) -> tuple[int, ...]:
     """Memory of each NUMA node that has some."""
     nodes = sorted(node for node in folder.glob("node*") if _NODE.fullmatch(node.name))

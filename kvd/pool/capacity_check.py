@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvd.linux.control_groups import huge_limit, memory_limit
+from kvd.linux.limits import most_file_bytes
 from kvd.linux.proc import filesystem_type, memory_bytes, mount_of, mounts
-from kvd.pool.config import PoolConfig, PoolError
+from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
+from kvd.pool.ownership import FILES
 
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 HUGETLBFS = "hugetlbfs"
@@ -180,6 +183,57 @@ def _require_memory(config: PoolConfig, figures: SpaceFigures) -> None:
             f" {_size(figures.memory_available)} of memory are available: free memory or lower"
             " pool_bytes"
         )
+
+
+def require_new_files(config: PoolConfig) -> None:
+    """PoolError where files that the pool lacks can't be made, so many or so large.
+
+    Asked before an earlier pool is given up for them.
+    """
+    lacking: dict[int, int] = {}
+    for place, count in _lacking(config):
+        above = standing_of(place)
+        fs, device = os.statvfs(above), above.stat().st_dev
+        lacking[device] = lacking.get(device, 0) + count
+        if fs.f_files and fs.f_favail < lacking[device]:  # some count none
+            raise PoolError(
+                f"the file system of {place} takes {fs.f_favail} more files, and a pool of"
+                f" {config.extents} extents needs {lacking[device]}: allow it more (mount -o"
+                " remount,nr_inodes=) or raise extent_bytes"
+            )
+    limit = most_file_bytes()
+    for path, size in (
+        (config.extents_place / f"{0:05}.kv", config.extent_bytes),
+        (config.directory / "slots.table", config.record_bytes),
+    ):
+        if limit is not None and limit < size and _length(path) < size:
+            raise PoolError(
+                f"{path} will have {_size(size)}, and this process may have no file of more than"
+                f" {_size(limit)}: raise LimitFSIZE= in the unit, or ulimit -f"
+            )
+
+
+def _lacking(config: PoolConfig) -> Iterator[tuple[Path, int]]:
+    """How many files and directories are yet to be made, by where."""
+    directory, place = config.directory, config.extents_place
+    asked = config.payload_checksums and not config.checksums_chosen  # else no start fails for them
+    names = [name for name in FILES if name != CHECKSUM_TABLE or asked]
+    above = {directory, *directory.parents}
+    yield directory, _absent([*above, *(directory / name for name in names)])
+    there = sum(1 for kind in ("*.kv", "*.pool") for _ in place.glob(kind))
+    directories = _absent({place, *place.parents} - above)
+    yield place, directories + max(0, config.extents + 1 - there)
+
+
+def _absent(paths: Iterable[Path]) -> int:
+    return sum(not path.exists() for path in paths)
+
+
+def _length(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def require_memory_files(config: PoolConfig) -> int:

@@ -134,6 +134,11 @@ class PoolConfig:
         return self.extents * self.slots_per_extent * INDEX_BYTES
 
     @property
+    def record_bytes(self) -> int:
+        """The slot table alone."""
+        return self.extents * self.slots_per_extent * RECORD_BYTES
+
+    @property
     def table_bytes(self) -> int:
         """Slot table, row headers and checksums."""
         slot_bytes = RECORD_BYTES + (CHECKSUM_BYTES if self.payload_checksums else 0)

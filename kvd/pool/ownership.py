@@ -30,7 +30,7 @@ MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that ou
 _LINE_BYTES = 128
 _OWNER_BYTES = 32  # of the lock file: a pid
 _PLACE_BYTES = 160  # behind it: where the pool's files lie
-_FILES = (
+FILES = (
     "lock",
     "pool.header",
     "slots.table",
@@ -72,6 +72,7 @@ def own_places(config: PoolConfig) -> None:
     _own(Wanted("pool_directory", config.directory))
     if config.extents_directory is not None:
         _own(Wanted("extents_directory", config.extents_directory))
+        require_writable(config.extents_directory)
     require_files(config)
 
 
@@ -87,9 +88,18 @@ def _own(wanted: Wanted) -> None:
         ) from error
 
 
+def require_writable(extents_directory: Path) -> None:
+    """PoolError where this user may make no files there."""
+    if not os.access(extents_directory, os.W_OK | os.X_OK):
+        raise PoolError(
+            f"extents_directory {extents_directory} can't be written to: mount its file system for"
+            " writing, or name another directory"
+        )
+
+
 def require_files(config: PoolConfig) -> None:
     """PoolError where a directory, say, has the name of one of the pool's files."""
-    for name in _FILES:
+    for name in FILES:
         for path in (config.directory / name, config.directory / f"{name}.new"):
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISREG(path.lstat().st_mode):

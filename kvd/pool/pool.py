@@ -133,6 +133,7 @@ class Pool:
         own_places(config)
         config = settled(config)
         huge_page = capacity_check.require_memory_files(config)
+        capacity_check.require_new_files(config)
         pool: Self | None = None
         try:
             pool = cls(config, huge_page)

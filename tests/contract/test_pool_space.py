@@ -287,7 +287,7 @@ def test_a_limit_of_the_process_is_not_taken_for_a_full_file_system(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (orders.EXTENT_BYTES // 2, before[1]))
     try:
-        with pytest.raises(PoolError, match=r"extent \d.*raise LimitFSIZE") as of_extents:
+        with pytest.raises(PoolError, match=r"00000\.kv .*raise LimitFSIZE") as of_extents:
             Pool.open(orders.config(shared_directory), lambda _done, _total: None)
         with table.open("wb") as file, pytest.raises(PoolError, match="raise LimitFSIZE") as of_one:
             have_all(file.fileno(), orders.EXTENT_BYTES, table)
@@ -296,9 +296,39 @@ def test_a_limit_of_the_process_is_not_taken_for_a_full_file_system(
     assert "full" not in f"{of_extents.value} {of_one.value}"
 
 
-def test_too_few_inodes_are_named_with_the_fix_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_too_few_inodes_are_named_with_the_fix_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with small_tmpfs(tmp_path / "mount", 24 << 20, ",nr_inodes=12") as mount:
         config = orders.config(mount, extents=16)
+        with pytest.raises(PoolError, match=r"takes \d+ more files, .* 16 extents .*nr_inodes="):
+            Pool.open(config, lambda _done, _total: None)
+        assert list(config.directory.iterdir()) == []
+        # As where others take them meanwhile.
+        monkeypatch.setattr(capacity_check, "require_new_files", lambda _config: None)
         with pytest.raises(PoolError, match=r"takes no more files, .* 16 extents; .*nr_inodes="):
             Pool.open(config, lambda _done, _total: None)
         assert not list(config.extents_place.iterdir())
+
+
+@pytest.mark.parametrize("lacking", ["inodes", "size of files"])
+def test_a_pool_is_not_given_up_for_one_whose_files_can_not_be_made(
+    tmp_path: Path, lacking: str
+) -> None:
+    with small_tmpfs(tmp_path / "mount", 48 << 20, ",nr_inodes=30") as mount:
+        small = orders.config(mount)
+        with orders.opened(small) as pool:
+            orders.fill_row(pool)
+        large = replace(small, pool_bytes=small.pool_bytes * 4)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if lacking == "size of files":
+            large = replace(small, extent_bytes=small.extent_bytes * 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (small.extent_bytes, before[1]))
+        try:
+            with pytest.raises(PoolError, match=r"nr_inodes=|LimitFSIZE="):
+                Pool.open(large, lambda _done, _total: None)
+            with orders.opened(small) as pool:
+                assert pool.cold_reason == ""
+                assert len(orders.rows_of(list(pool.recovered()))) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)

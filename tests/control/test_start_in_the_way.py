@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvd.__main__ import main
+from kvd.pool import PoolConfig
 from tests.control.running_daemon import daemon
 from tests.ports import free_port
+from tests.small_tmpfs import small_tmpfs
 
 OUTSIDER = 65534  # nobody
 # All that is imported later lies where an outsider may not look.
@@ -85,6 +87,30 @@ def pool_is_closed_for_writing(place: Path, _flags: dict[str, str]) -> None:
     (place / "pool").chmod(0o500)
 
 
+def extents_are_roots(place: Path, flags: dict[str, str]) -> None:
+    (place / "far").mkdir(mode=0o700)
+    flags["--extents-directory"] = str(place / "far")
+
+
+def extents_are_open_to_all(place: Path, flags: dict[str, str]) -> None:
+    extents_are_roots(place, flags)
+    os.chown(place / "far", OUTSIDER, OUTSIDER)
+    (place / "far").chmod(0o777)
+
+
+def extents_are_closed_for_writing(place: Path, flags: dict[str, str]) -> None:
+    extents_are_open_to_all(place, flags)
+    (place / "far").chmod(0o500)
+
+
+def extents_cannot_be_made(place: Path, flags: dict[str, str]) -> None:
+    flags["--extents-directory"] = str(place / "far")
+
+
+def socket_is_open_to_all(place: Path, _flags: dict[str, str]) -> None:
+    (place / "run").chmod(0o777)
+
+
 def port_is_roots(_place: Path, flags: dict[str, str]) -> None:
     flags["--http-port"] = "80"
 
@@ -97,6 +123,11 @@ IN_THE_WAY: dict[Callable[[Path, dict[str, str]], None], tuple[str, str]] = {
     pool_cannot_be_made: ("pool_directory {place}/none", ""),
     pool_is_behind_a_wall: ("pool_directory {place}/wall/pool can't be used", "name a directory"),
     pool_is_closed_for_writing: ("pool_directory {place}/pool can't be written to", "or name"),
+    extents_are_roots: ("extents_directory {place}/far is not safe", "or name another"),
+    extents_are_open_to_all: ("extents_directory {place}/far is not safe", "chmod 0700"),
+    extents_are_closed_for_writing: ("extents_directory {place}/far can't be written", "or name"),
+    extents_cannot_be_made: ("extents_directory {place}/far can't be", "name a"),
+    socket_is_open_to_all: ("the socket's directory {place}/run is not safe", "chmod +t"),
     port_is_roots: ("http_port 80", "choose another --http-port"),
 }
 
@@ -212,3 +243,18 @@ def test_a_directory_in_the_place_of_a_table_is_found_by_the_check(
     path.parent.chmod(0o700)
     assert check(*place, "--http-port", "0") == 3
     assert f"{path} is no plain file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lacking", ["inodes", "room for checksums"])
+def test_what_the_pools_file_system_lacks_is_found_by_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lacking: str
+) -> None:
+    wanted = PoolConfig(tmp_path, 64 << 20, extent_bytes=4 << 20)
+    room = wanted.pool_bytes + wanted.table_bytes + wanted.reserve_bytes + (16 << 10)
+    more = ",nr_inodes=20" if lacking == "inodes" else ""
+    with small_tmpfs(tmp_path / "mount", room, more) as mount:
+        words = ["--pool-directory", str(mount), "--http-port", "0"]
+        words += ["--socket", str(tmp_path / "kvd.sock"), "--payload-checksums"]
+        assert check(*words, "on") == 3
+        assert ("nr_inodes" if more else "enlarge it") in capsys.readouterr().out
+        assert check(*words, "auto") == (3 if more else 0)

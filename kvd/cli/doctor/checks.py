@@ -10,21 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.cli.doctor.system import OWN_VERSION, System
+from kvd.cli.pool_settings import pool_config
 from kvd.config.settings import Config
 from kvd.control.access.descriptors import COMFORTABLE, LEAST
 from kvd.control.http import try_to_listen
 from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable, require_group
-from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.linux.own_directory import NotTrustedError, Wanted, require_own, require_place
 from kvd.pool.capacity_check import (
     is_shared,
     measure,
     mount_command,
     require_memory_files,
+    require_new_files,
     require_space,
     standing_of,
 )
+from kvd.pool.choices import settled
 from kvd.pool.config import PoolConfig, PoolError
-from kvd.pool.ownership import refuse_owned, require_files
+from kvd.pool.ownership import refuse_owned, require_files, require_writable
 from kvd.processes import extras
 from kvd.tiers.kinds import check_options
 from kvd.tiers.store import TierUnusable
@@ -59,14 +62,7 @@ class Subject:
     @property
     def pool(self) -> PoolConfig:
         """The pool as the settings have it."""
-        config = self.config
-        return PoolConfig(
-            directory=config.pool_directory,
-            pool_bytes=config.pool_bytes,
-            extent_bytes=config.new_extent_bytes,
-            any_filesystem=config.any_filesystem,
-            extents_directory=config.extents_directory,
-        )
+        return pool_config(self.config)
 
 
 def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
@@ -105,20 +101,44 @@ def _require_place(on: Subject) -> None:
     directory = on.pool.directory
     # A daemon that runs has found its place good enough.
     is_measured = on.status is None and os.access(directory, os.R_OK | os.X_OK)
+    pool = on.pool
     if is_measured:
-        require_memory_files(on.pool)
+        pool = settled(pool)
+        require_memory_files(pool)
     if on.before_start:
         require_own(Wanted("pool_directory", directory))
-        require_files(on.pool)
+        _require_extents_directory(pool)
+        require_files(pool)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PoolError(
                 f"pool_directory {directory} can't be written to: mount its file system for"
                 " writing, or name another directory"
             )
         if not _is_answered(on):  # else it is that daemon's
-            refuse_owned(on.pool)
+            refuse_owned(pool)
     if is_measured:
-        require_space(on.pool, measure(on.pool))
+        _require_room(pool)
+
+
+def _require_extents_directory(pool: PoolConfig) -> None:
+    """The same of the extents' own, where it is there; else it can be made."""
+    place = pool.extents_directory
+    if place is None:
+        return
+    above = standing_of(place)
+    if above == place:
+        require_own(Wanted("extents_directory", place))
+        require_writable(place)
+    elif not os.access(above, os.W_OK | os.X_OK):
+        raise PoolError(
+            f"extents_directory {place} can't be made by uid {os.geteuid()}: name a directory that"
+            " the daemon's user may write to"
+        )
+
+
+def _require_room(pool: PoolConfig) -> None:
+    require_new_files(pool)
+    require_space(pool, measure(pool))
 
 
 def _absent(on: Subject) -> Iterator[Diagnosis]:
@@ -134,13 +154,16 @@ def _absent(on: Subject) -> Iterator[Diagnosis]:
         yield Diagnosis("shared memory", problem, fix)
         return
     try:
+        pool = settled(pool)
         require_memory_files(pool)
     except PoolError:
         yield Diagnosis("shared memory", problem, fix)
         return
     try:
-        require_space(pool, measure(pool))
-    except PoolError as error:
+        if on.before_start:
+            _require_extents_directory(pool)
+        _require_room(pool)
+    except (PoolError, NotTrustedError) as error:
         yield _said("shared memory", error)
 
 
@@ -168,11 +191,12 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
                     problem = f"uid {os.geteuid()} can't make the socket's directory {directory}"
                     yield Diagnosis("socket", problem, "have it made, or choose another --socket")
             else:
+                require_place(Wanted("the socket's directory", directory))
                 refuse_taken(config.companion_socket)
                 require_bindable(config.socket)
                 require_bindable(config.companion_socket)
             require_group(config.socket_group)
-        except (SocketTaken, OSError) as error:
+        except (SocketTaken, NotTrustedError, OSError) as error:
             yield _said("socket", error)
         return
     if on.status is not None:
