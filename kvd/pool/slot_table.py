@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch
+from kvd.core.model.slots import STAMP_MASK
 from kvd.pool.config import RECORD_BYTES, PoolConfig
 from kvd.pool.mapped_table import MappedTable, checksums
 
@@ -107,9 +108,13 @@ class SlotTableFile(MappedTable):
         return mask
 
     def stamps(self, records: Records) -> U64:
-        """When the block was last used, as far as that was noted, or stored."""
-        words = self._words
-        stamps: U64 = np.maximum(words[records, _STAMP], words[records, _USED])
+        """When the block was last used, as far as that was noted, or stored.
+
+        A coarse stamp of its use gets what the stamp of its store says of the order of stores.
+        """
+        stored, used = self._words[records, _STAMP], self._words[records, _USED]
+        used = np.where(used & STAMP_MASK, used, used | stored & STAMP_MASK)
+        stamps: U64 = np.maximum(stored, used)
         return stamps
 
     def digests(self, records: Records) -> U64:

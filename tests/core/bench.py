@@ -24,6 +24,7 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.machine import Machine, MachineConfig
+from kvd.core.model.slots import STAMP_MASK
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto.groups import GroupKind
 from tests.core import invariants
@@ -126,7 +127,7 @@ class ToyPool:
             case act.WriteStamps():
                 for slot, stamp in zip(action.slots.tolist(), action.stamps.tolist(), strict=True):
                     assert slot in self.ready, "the stamp of a block that isn't there"
-                    self.stamps[slot] = stamp
+                    self.stamps[slot] = stamp | self.stamps[slot] & int(STAMP_MASK)
             case act.WriteFree():
                 for slot in action.slots.tolist():
                     assert slot in self.ready, "FREE over FREE"

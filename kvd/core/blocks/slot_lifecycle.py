@@ -23,7 +23,13 @@ from kvd.core.model import backlog
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Offer
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import QUARANTINED, READY, SlotState, coarse_stamp
+from kvd.core.model.slots import (
+    QUARANTINED,
+    READY,
+    SlotState,
+    coarse_stamp,
+    in_order_of_stores,
+)
 from kvd.core.model.state import Scope, State
 from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
@@ -86,7 +92,8 @@ def make_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     words = table.keys(owner.width).take(slots, axis=0)
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
     table.noted[slots] = table.stamps.take(slots)
-    stamps = np.full(len(slots), turn.now_ns, dtype=np.uint64)
+    stamps = in_order_of_stores(turn.now_ns, state.blocks_made_ready, len(slots))
+    state.blocks_made_ready += len(slots)
     keys = KeyBatch(words, hash_bytes)
     turn.orders.append(WriteReady(slots, table.scopes[slots], keys, stamps))
     turn.orders.append(PublishTags(owner.namespace, tags))

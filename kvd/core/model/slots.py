@@ -49,11 +49,22 @@ _STEP_NAMES = {(old, new): f"{old.name} -> {new.name}" for old, new in STEPS}
 
 # Coarse recency: 2**24 ns (17 ms) fit 2.3 years into 32 bits.
 STAMP_SHIFT = 24
+STAMP_MASK = np.uint64((1 << STAMP_SHIFT) - 1)
 SECONDS_A_STAMP = (1 << STAMP_SHIFT) / 1e9
 
 
 def coarse_stamp(now_ns: int) -> np.uint32:
     return np.uint32((now_ns >> STAMP_SHIFT) & 0xFFFFFFFF)
+
+
+def in_order_of_stores(now_ns: int, before: int, count: int) -> U64:
+    """Stamps for the records of blocks stored now, `before` of which were stored earlier.
+
+    Below what a coarse stamp has they say in which order: of blocks that are used together, as
+    those of a prompt are, the one that was stored first is the youngest for the next incarnation.
+    """
+    later = np.arange(before, before + count, dtype=np.uint64) & STAMP_MASK
+    return np.uint64(now_ns >> STAMP_SHIFT << STAMP_SHIFT) | (STAMP_MASK - later)
 
 
 class SlotTable:

@@ -370,8 +370,8 @@ class State:
         self.counters = Counters()
         self.draining = False
         self.has_retained = False  # by hints
-        self.next_namespace = 1
-        self.next_scope = 1
+        self.next_namespace = self.next_scope = 1
+        self.blocks_made_ready = 0  # by this incarnation and, as far as records say, by others
         self.requests = 0  # that were given a number
         self.next_transfer = 1
         self.next_filling = 1

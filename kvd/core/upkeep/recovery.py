@@ -11,7 +11,7 @@ from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRe
 from kvd.core.keys import U64, RowId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import FREE, STAMP_SHIFT, SlotState
+from kvd.core.model.slots import FREE, STAMP_MASK, STAMP_SHIFT, SlotState
 from kvd.core.model.state import Scope, State
 from kvd.core.model.turn import Turn
 from kvd.core.policy.base import Sight
@@ -57,9 +57,12 @@ def rows_recovered(turn: Turn, event: RowsRecovered) -> None:
     table.write_keys(slots, event.keys.words)
     # One from the future, of a machine whose clock was ahead, would stay the youngest for as long:
     # it counts as of now, and is written down as that.
-    stamps = np.minimum(event.stamps, np.uint64(turn.now_ns))
+    stamps = np.minimum(event.stamps, np.uint64(turn.now_ns) | STAMP_MASK)
     table.stamps[slots] = (stamps >> _STAMP_SHIFT).astype(np.uint32)
     table.noted[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
+    if len(slots):
+        latest = int(STAMP_MASK - (event.stamps & STAMP_MASK).min())
+        state.blocks_made_ready = max(state.blocks_made_ready, latest + 1)
     kept = _kept(state, slots, event)
     dropped = slots[~kept]
     slots, stamps = slots[kept], event.stamps[kept]
