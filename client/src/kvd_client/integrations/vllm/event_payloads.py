@@ -22,7 +22,7 @@ class EventPayloads(OffloadingEventsTracker):
         self, theirs: OffloadingEventsTracker, is_being_stored: Callable[[OffloadKey], bool]
     ) -> None:
         """In the place of the one that vLLM made, with all that its release gives it."""
-        vars(self).update(vars(theirs))
+        self.__dict__.update(theirs.__dict__)
         self._is_being_stored = is_being_stored
 
     def record_lookup(self, *_lookup: Any) -> None:

@@ -80,6 +80,7 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler side, quicker where it can be, else vLLM's."""
 
     manager: KvdManager
+    _events_tracker: EventPayloads
 
     def __init__(
         self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
