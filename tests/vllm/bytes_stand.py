@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata

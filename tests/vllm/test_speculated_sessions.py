@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import vllm
+from packaging.version import Version
+
 from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.stand_process import stand_process
 
@@ -18,7 +21,6 @@ def test_what_vllm_computes_on_thrown_away_drafts_is_not_stored(
             assert told["thrown_away"] == 0
             assert told["stored"] > 6, told
         cut = [ask(answered) for answered in CUT_TURNS]
-        assert any(told["thrown_away"] for told in cut), (
-            "this vLLM counts right: no guard is needed"
-        )
+        counts_wrong = Version(vllm.__version__) < Version("0.33")
+        assert any(told["thrown_away"] for told in cut) == counts_wrong
         assert all(told["stored"] > 0 for told in cut)
