@@ -23,7 +23,10 @@ def at_once(work: Work) -> None:
 
 
 class OneThread:
-    """Does work on a thread, which there is while there is some; a piece of each in turn."""
+    """Does work on a thread, which there is while there is some; a piece of each in turn.
+
+    Where no thread can be had, whoever asks for it does it.
+    """
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Work] = queue.SimpleQueue()
@@ -36,7 +39,10 @@ class OneThread:
             self._left += 1
             is_first = self._left == 1
         if is_first:
-            threading.Thread(target=self._run, name="kvd-holes", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="kvd-holes", daemon=True).start()
+            except RuntimeError:  # there are as many threads as there may be: then at once
+                self._run()
 
     def _run(self) -> None:
         left = 1

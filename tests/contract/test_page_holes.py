@@ -123,6 +123,20 @@ def test_one_thread_does_a_piece_of_each_in_turn_and_ends() -> None:
     assert has_ended.wait(10), "there is a thread again"
 
 
+def test_without_another_thread_it_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run, more = OneThread(), [True, False]
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", refuse)
+        run(lambda: more.pop(0))
+        assert not more
+    more.append(False)
+    run(lambda: more.pop(0))
+    wait_until(lambda: not more, "a thread, once there may be one")
+
+
 def test_the_pools_pages_are_given_back_so(shared_directory: Path) -> None:
     with orders.opened(orders.config(shared_directory)) as pool:
         orders.introduce(pool)
