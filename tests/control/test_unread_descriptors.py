@@ -48,6 +48,7 @@ class Sender:
         self.unread.take(number, user, mine, 1)
         with open(os.devnull) as file:  # noqa: PTH123 - a descriptor of something
             socket.send_fds(mine, [b"x"], [file.fileno()])
+        self.unread.left(number, 1)
 
     def send_all(self, user: int) -> list[int]:
         """Until no more may be sent; to which connections, one for each."""
@@ -112,6 +113,20 @@ def test_who_is_refused_has_more_of_them_looked_at(sender: Sender) -> None:
     late = sender.connect()
     sender.send(late, A_USER)
     assert sender.closed == LOOKED_AT
+
+
+def test_what_waits_for_its_client_to_read_others_counts_as_unread(sender: Sender) -> None:
+    """He may read all that lies in his socket just before it takes these."""
+    full = sender.connect()
+    sender.send(full, A_USER)
+    sender.unread.take(full, A_USER, sender.ends[2 * full], 3)
+    sender.read(full)
+    other = sender.connect()
+    sender.send(other, ANOTHER)
+    assert sender.unread.shares.of(A_USER) == 4
+    sender.unread.left(full, 3)
+    sender.send(other, ANOTHER)
+    assert sender.unread.shares.of(A_USER) == 0
 
 
 def test_who_has_read_keeps_no_socket_of_the_daemon_s_open(sender: Sender) -> None:

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from kvd.control import errors
 from kvd.control.access import descriptors
-from kvd.control.access.closing import Closer
+from kvd.control.access.closing import Closer, close_all
 from kvd.control.access.peers import (
     Peer,
     Peers,
@@ -353,11 +353,9 @@ class CompanionConnection:
             )
             self.close()
             return
-        if fds:
-            self._server.unread.take(self._number, self._user, self._socket, len(fds))
         content = response.SerializeToString()
         message = memoryview(_LENGTH.pack(len(content)) + content)
-        self._unsent.append((message, _copies_of(fds)))
+        self._unsent.append((message, self._take(fds)))
         if len(self._unsent) == 1:
             self._writable()
 
@@ -375,12 +373,28 @@ class CompanionConnection:
                     log.warning("can't send descriptors: %s", error, extra=self._whose)
                 self.close()
                 return
-            for fd in fds:
-                os.close(fd)
+            self._let_go(fds)
             self._unsent[0] = (message[sent:], [])
             if sent == len(message):
                 self._unsent.popleft()
         self._loop.remove_writer(self._socket.fileno())
+
+    def _take(self, fds: Sequence[int]) -> list[int]:
+        """Copies of those that will be sent, which count as unread from now on."""
+        copies = _copies_of(fds)
+        try:
+            if fds:
+                self._server.unread.take(self._number, self._user, self._socket, len(fds))
+        except LimitExceeded:
+            close_all(copies)
+            raise
+        return copies
+
+    def _let_go(self, copies: list[int]) -> None:
+        """They were sent, or never will be."""
+        close_all(copies)
+        if copies:
+            self._server.unread.left(self._number, len(copies))
 
     def refuse(self, reason: str, message: str) -> None:
         """Answer with an error."""
@@ -431,8 +445,7 @@ class CompanionConnection:
         # In its socket descriptors may lie that were not read.
         self._server.closer.close(self._user, (self._socket.detach(), *self._fds))
         for _message, fds in self._unsent:
-            for fd in fds:
-                os.close(fd)
+            self._let_go(fds)
         self._server.dropped(self)
         peer, self._peer = self._peer, None  # which knows how to send by this connection
         if peer is not None:

@@ -32,6 +32,7 @@ class _Sent:
     user: int
     fd: int
     count: int = 0
+    waiting: int = 0  # of these, for the socket to take them
 
 
 class UnreadDescriptors:
@@ -48,7 +49,7 @@ class UnreadDescriptors:
         self._sent: OrderedDict[int, _Sent] = OrderedDict()  # by the connection's number
 
     def take(self, number: int, user: int, connected: socket.socket, count: int) -> None:
-        """So many are sent by this connection now; LimitExceeded where they may not be."""
+        """So many will be sent by this connection soon; LimitExceeded where they may not be."""
         self._look_at(number)
         self._look_at_oldest(LOOKED_AT_EACH_TIME)
         try:
@@ -64,6 +65,11 @@ class UnreadDescriptors:
                 raise LimitExceeded(f"no descriptor to answer with ({error.strerror})") from error
             self._sent[number] = _Sent(user, fd)
         self._sent[number].count += count
+        self._sent[number].waiting += count
+
+    def left(self, number: int, count: int) -> None:
+        """So many of those that this connection took lie in its socket now, or never will."""
+        self._sent[number].waiting -= count
 
     def _take(self, user: int, count: int) -> None:
         for taken in range(count):
@@ -86,7 +92,7 @@ class UnreadDescriptors:
         sent = self._sent.get(number)
         if sent is None:
             return
-        if unread_bytes(sent.fd):
+        if sent.waiting or unread_bytes(sent.fd):
             self._sent.move_to_end(number)
             return
         del self._sent[number]
