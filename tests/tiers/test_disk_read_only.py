@@ -12,7 +12,8 @@ import pytest
 
 from kvd.tiers.disk import index_file
 from kvd.tiers.disk import rows as rows_module
-from kvd.tiers.disk.index_file import IndexFile
+from kvd.tiers.disk import store as store_module
+from kvd.tiers.disk.index_file import IndexFile, Known
 from kvd.tiers.disk.store import DiskStore
 from kvd.tiers.store import TierError, TierUnusable
 from tests.tiers.contract import has, keep, key, soon
@@ -98,7 +99,7 @@ def test_an_index_that_the_disk_refuses_to_read_is_lost_only_where_it_goes_on(
     real, left = index_file._numbered, [refusals]
 
     def refuse(found: Iterable[tuple[int, object]]) -> dict[int, bytes]:
-        if left[0] and is_the_old_one(tmp_path):
+        if left[0] and is_the_old_one(tmp_path / "disk"):
             left[0] -= 1
             raise Refused("disk I/O error")
         return real(found)
@@ -108,9 +109,42 @@ def test_an_index_that_the_disk_refuses_to_read_is_lost_only_where_it_goes_on(
     monkeypatch.setattr(index_file, "REFUSED_S", 30.0 if refusals == 2 else 0.1)
     store = opened(tmp_path)
     assert store.usage().blocks == (4 if refusals == 2 else 0)
-    assert is_the_old_one(tmp_path) is (refusals == 2)
+    assert is_the_old_one(tmp_path / "disk") is (refusals == 2)
     store.close()
 
 
-def is_the_old_one(place: Path) -> bool:
-    return not (place / "disk" / "index.sqlite.set-aside").exists()
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_many_disks_that_refuse_keep_no_tier_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process has a minute for it, and would be ended and begin again, for ever."""
+    options = options_of(*(tmp_path / f"disk {n}" for n in range(8)), regions=8)
+    DiskStore(options).close()
+    clock, real = Clock(), IndexFile._read
+
+    def refuse(self: IndexFile) -> Known:
+        if is_the_old_one(self._path.parent):
+            raise Refused("disk I/O error")
+        return real(self)
+
+    monkeypatch.setattr(IndexFile, "_read", refuse)
+    monkeypatch.setattr(index_file, "time", clock)
+    monkeypatch.setattr(store_module, "time", clock, raising=False)
+    DiskStore(options).close()
+    assert clock.now <= index_file.REFUSED_S + index_file.AGAIN_S
+
+
+def is_the_old_one(directory: Path) -> bool:
+    return not (directory / "index.sqlite.set-aside").exists()

@@ -100,9 +100,9 @@ class Disk:
         self._index = IndexFile(directory / "index.sqlite", self.slab.identity)
         self._threads = options.threads
 
-    def begin(self, seeds: Sequence[int], own: int) -> None:
-        """Read the index, and be ready. TierUnusable."""
-        known = self._index.open()
+    def begin(self, seeds: Sequence[int], own: int, until: float = 0.0) -> None:
+        """Read the index, until then though the disk refuses, and be ready. TierUnusable."""
+        known = self._index.open(until)
         if known.damaged_rows or known.was_lost:
             self._count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
         self._scopes = {scope: number for number, scope in known.scopes.items()}

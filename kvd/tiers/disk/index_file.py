@@ -28,7 +28,7 @@ ROW_WORDS = 7
 DIGEST, SEAL, PLACE, NUMBERS, STAMP, CHECK = slice(0, 2), 2, 3, 4, 5, 6
 _NUMBERS = 1 << 32  # of scopes and of lengths there are fewer: a row has half a word for each
 _ROWS_A_TIME = 8192
-REFUSED_S = 10.0  # for so long a disk may refuse to read an index at the start
+REFUSED_S = 10.0  # for so long a start may find disks that refuse to read their index
 AGAIN_S = 0.5  # between two tries
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
@@ -84,11 +84,14 @@ class IndexFile:
         self._path, self._identity = path, identity
         self._db: sqlite3.Connection | None = None
 
-    def open(self) -> Known:
-        """Read it, or begin an empty one. TierUnusable where there can be none."""
+    def open(self, until: float = 0.0) -> Known:
+        """Read it, or begin an empty one. TierUnusable where there can be none.
+
+        Where the disk refuses, it is tried again until then: all is lost with an index.
+        """
         was_there = self._path.exists()
         try:
-            return self._read_patiently()
+            return self._read_patiently(until)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
             log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
             try:
@@ -155,9 +158,7 @@ class IndexFile:
                 self._db.close()
             self._db = None
 
-    def _read_patiently(self) -> Known:
-        """Read it. Where the disk refuses, again for a while: all is lost with an index."""
-        until = time.monotonic() + REFUSED_S
+    def _read_patiently(self, until: float) -> Known:
         while True:
             try:
                 return self._read()

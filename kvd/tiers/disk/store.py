@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from kvd.core.keys import U64
+from kvd.tiers.disk import index_file
 from kvd.tiers.disk.disk import Batch, Disk, UnderWay
 from kvd.tiers.disk.files import DiskFiles, SystemFiles
 from kvd.tiers.disk.identity import home_of
@@ -47,8 +49,9 @@ class DiskStore:
             for directory in self._options.directories:
                 self._disks.append(Disk(directory, self._options, files or SystemFiles()))
             self._seeds = [disk.seed for disk in self._disks]
+            until = time.monotonic() + index_file.REFUSED_S  # of all disks: a start has its time
             for number, disk in enumerate(self._disks):
-                disk.begin(self._seeds, number)
+                disk.begin(self._seeds, number, until)
         except BaseException:
             self.close()
             raise
