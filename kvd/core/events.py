@@ -497,12 +497,16 @@ class TierGone:
     tier: TierId
 
 
+def _none_of_them() -> Bools:
+    return np.zeros(0, dtype=np.bool_)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TierAnswered:
     """Which of the blocks that the tier was asked for it holds, in their order.
 
-    `refused`: none, since its process took no further question. `failed`: it did not say, or too
-    late, so that nothing is known of them.
+    `refused`: none, since its process took no further question. `failed`: it said nothing of them
+    in time. `unknown`: of which of them it did not say; empty where it said of all.
     """
 
     tier: TierId
@@ -510,10 +514,7 @@ class TierAnswered:
     held: Bools
     refused: bool = False
     failed: bool = False
-
-
-def _none_of_them() -> Bools:
-    return np.zeros(0, dtype=np.bool_)
+    unknown: Bools = field(default_factory=_none_of_them)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -521,9 +522,8 @@ class TierCopyEnded:
     """A copy of the tier has ended: none of its bytes is written or read any more.
 
     `done`: of which blocks it has done all, in their order. `damaged`, of a write: which of them
-    have other bytes in their slots than were stored; empty where none has. `missing`, of a read:
-    which of them the tier lacks; empty where that is not known. `refused`: none is done, since the
-    tier's process took no further copy.
+    have other bytes in their slots than were stored. `missing`, of a read: which the tier lacks.
+    Either may be empty: none has, or that is not known. `refused`: its process took no more copies.
     """
 
     tier: TierId

@@ -36,7 +36,7 @@ from kvd.tiers.process import (
     TierLeft,
     TierProcess,
 )
-from kvd.tiers.store import SCOPE_BYTES, Outcome, TierUsage
+from kvd.tiers.store import SCOPE_BYTES, Found, Outcome, TierUsage
 
 log = logging.getLogger(__name__)
 
@@ -399,7 +399,8 @@ class Tiers:
         elif answer.end is not OrderEnd.ANSWERED:
             self._tell_none(order, refused=False)
         elif isinstance(order, act.AskTier):
-            self._report(ev.TierAnswered(tier, order.search, _is(answer, 1)))
+            held, unknown = _is(answer, Found.THERE), _is(answer, Found.UNKNOWN)
+            self._report(ev.TierAnswered(tier, order.search, held, unknown=unknown))
         else:
             self._note_sums(order, answer)
             damaged = _is(answer, Outcome.DAMAGED)

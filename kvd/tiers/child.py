@@ -47,6 +47,7 @@ from kvd.tiers.frames import (
 )
 from kvd.tiers.lanes import Lanes, Work
 from kvd.tiers.store import (
+    Found,
     MapsMemory,
     OpenStore,
     Outcome,
@@ -234,7 +235,7 @@ class TierLoop:
         match order.kind:
             case TierFrame.EXISTS:
                 found = self._store.exists(_keys(order), deadline)
-                return Answered(_checked(found, order.count, (False, True)))
+                return Answered(_checked(found, order.count, tuple(Found)))
             case TierFrame.READ:
                 return self._read(order, lent)
             case TierFrame.WRITE:

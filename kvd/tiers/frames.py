@@ -185,7 +185,7 @@ def no_sums() -> U64:
 class TierAnswer:
     """How an order ended.
 
-    values: 1 or 0 for each key that was asked about; an Outcome for each block of a copy. Empty
+    values: a Found for each key that was asked about; an Outcome for each block of a copy. Empty
     unless it was ANSWERED, and for deletes. duration_ns: of the store's call. reason: of a
     TierReason or ProcessReason, where it was not ANSWERED. sums: of a read that was, where they
     are wanted, the checksum of each part, block after block; of those that are DONE they count.

@@ -31,7 +31,7 @@ from kvd.tiers.frames import (
     TierLeft,
     TierRefusal,
 )
-from kvd.tiers.store import Outcome, TierUsage
+from kvd.tiers.store import Found, Outcome, TierUsage
 
 __all__ = [
     "OrderEnd",
@@ -421,7 +421,8 @@ def _require_possible(answer: TierAnswer, order: Order) -> None:
         return
     if len(values) != order.count:
         raise BadFrame(f"{len(values)} values of an order of {order.count}")
-    least, most = (min(Outcome), max(Outcome)) if order.kind in COPIES else (0, 1)
+    possible = Outcome if order.kind in COPIES else Found
+    least, most = min(possible), max(possible)
     if int(values.min()) < least or int(values.max()) > most:
         raise BadFrame(f"values {np.unique(values).tolist()} of {order.kind.name}")
 

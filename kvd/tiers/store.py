@@ -89,6 +89,14 @@ class Outcome(enum.IntEnum):
     DAMAGED = 5  # written: the bytes are not those of the block's `sums`; never without them
 
 
+class Found(enum.IntEnum):
+    """What is said of a block that was asked for; `bool` says the first two."""
+
+    ABSENT = 0
+    THERE = 1
+    UNKNOWN = 2  # it was not asked for in time, or who keeps it did not say
+
+
 class TierReason(enum.StrEnum):
     """Why a block or a call failed. Stable: they are labels of a metric."""
 
@@ -162,8 +170,11 @@ class TierStore(Protocol):
     def concurrency(self) -> int:
         """Calls that may run at once; more gain nothing. At least 1."""
 
-    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
-        """Whether each block is there, as far as can be said without reading it. No use of it."""
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> Sequence[Found | bool]:
+        """Whether each block is there, as far as can be said without reading it. No use of it.
+
+        A block that is ABSENT is told to all who watch as gone: what nobody said is UNKNOWN.
+        """
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         """Keep these blocks; DONE, FULL, FAILED or DAMAGED for each.

@@ -184,6 +184,19 @@ def test_an_answer_of_another_length_is_not_told_as_absence() -> None:
     assert told(on) == {1, 2}
 
 
+def test_what_the_tier_did_not_say_is_not_told_as_absence() -> None:
+    on = stage()
+    on.bring_down(1, 2, 3)
+    on.look(1, 2, 3)
+    (asked,) = on.asked
+    held, unknown = np.array([True, False, False]), np.array([False, False, True])
+    on.feed(ev.TierAnswered(asked.tier, asked.search, held, unknown=unknown))
+    assert told(on) == {1, 3}
+    assert on.look(3) == "M", "nobody waits for it any more"
+    found = on.counters()
+    assert (found.hits, found.misses, found.unanswered) == (1, 1, 1)
+
+
 def begin_to_read(on: Stage, *numbers: int) -> act.ReadFromTier:
     on.look(*numbers)
     on.answer()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvd.tiers.store import (
+    Found,
     Outcome,
     TierBlock,
     TierError,
@@ -323,6 +324,16 @@ class Forks(_Store):
             signal.pause()
         self.sign(f"forked-{pid}")
         return super().write(blocks, deadline)
+
+
+class KnowsHalf(_Store):
+    """Says of no second key whether it is there."""
+
+    def exists(  # type: ignore[override]
+        self, keys: Sequence[TierKey], deadline: float
+    ) -> Sequence[Found | bool]:
+        found = super().exists(keys, deadline)
+        return [Found.UNKNOWN if n % 2 else there for n, there in enumerate(found)]
 
 
 class SaysDamaged(_Store):

@@ -13,6 +13,7 @@ from kvd.tiers.mooncake.moves import name_of as name_of_key
 from kvd.tiers.mooncake.options import MooncakeOptions
 from kvd.tiers.mooncake.store import MooncakeStore
 from kvd.tiers.store import (
+    Found,
     MapsMemory,
     OptionValue,
     Outcome,
@@ -323,6 +324,17 @@ def test_a_batch_of_which_nothing_is_known_raises(
         batch(blocks, soon())
     assert raised.value.reason is TierReason.TIMEOUT
     assert kept.usage().errors == {TierReason.TIMEOUT: 2}
+
+
+def test_a_key_that_was_not_looked_for_is_not_called_absent(
+    library: FakeLibrary, kept: MooncakeStore
+) -> None:
+    keep(kept, [1, 3])
+    failing = {name_of(3): codes.RPC_TIMED_OUT, name_of(4): codes.NOT_READY}
+    library.fault = lambda call, name: failing.get(name) if call == "exists" else None
+    found = kept.exists([key(n) for n in (1, 2, 3, 4)], soon())
+    assert found == [Found.THERE, Found.ABSENT, Found.UNKNOWN, Found.ABSENT]
+    assert kept.usage().errors == {TierReason.TIMEOUT: 1}
 
 
 def test_fewer_codes_than_keys_are_none(library: FakeLibrary, kept: MooncakeStore) -> None:

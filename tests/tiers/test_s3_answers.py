@@ -15,7 +15,7 @@ pytest.importorskip("obstore", reason="obstore is not here")
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.store import S3Store
-from kvd.tiers.store import OptionValue, Outcome, TierError, TierReason
+from kvd.tiers.store import Found, OptionValue, Outcome, TierError, TierReason
 from tests.tiers.contract import ONE, key, read, soon, source
 from tests.tiers.valkey_rig import free_ports
 
@@ -26,6 +26,7 @@ class Answering(ThreadingHTTPServer):
     """Answers each request with one status, without a word; 403 where the key is not right."""
 
     status = 500
+    statuses: dict[str, int] | None = None  # by name
     key = ""
 
 
@@ -55,6 +56,19 @@ class Curt(Handler):
         if name.startswith("do_"):
             return self._answer
         raise AttributeError(name)
+
+
+class Uneven(Curt):
+    """Answers by the object's name, 404 where it is not told how."""
+
+    def _answer(self) -> None:
+        assert isinstance(self.server, Answering)
+        name = self.path.partition("?")[0].removeprefix("/blocks/")
+        self.server.status = (self.server.statuses or {}).get(name, 404)
+        super()._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
 
 
 class Page(Handler):
@@ -154,6 +168,17 @@ def test_what_says_nothing_of_an_object_is_a_failure(
             store.exists([key(1)], soon())
         assert read(store, key(1), 8)[0] is Outcome.FAILED
     assert set(store.usage().errors) == {TierReason.IO_ERROR}
+    store.close()
+
+
+def test_a_block_of_which_the_server_says_nothing_is_not_called_absent(
+    answering: Answering, tmp_path: Path
+) -> None:
+    answering.RequestHandlerClass = Uneven
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    answering.statuses = {store._bucket.name_of(key(1)): 200, store._bucket.name_of(key(2)): 503}
+    found = store.exists([key(n) for n in range(4)], soon())
+    assert found == [Found.ABSENT, Found.THERE, Found.UNKNOWN, Found.ABSENT]
     store.close()
 
 

@@ -24,7 +24,7 @@ from kvd.tiers.process import (
     QueueBounds,
     ScopedKeys,
 )
-from kvd.tiers.store import MAX_BLOCKS_PER_CALL, MAX_SCOPES_PER_CALL, Outcome
+from kvd.tiers.store import MAX_BLOCKS_PER_CALL, MAX_SCOPES_PER_CALL, Found, Outcome
 from tests.tiers.tier_rig import (
     BAD,
     EXTENT_BYTES,
@@ -86,6 +86,17 @@ async def test_questions_are_answered_key_by_key_and_scopes_are_apart() -> None:
         await r.sink.answer(6)
         tier.exists(r.next_order(), asked, soon())
         assert (await r.sink.answer(7)).values.tolist() == [0, 0, 0, 1, 0]
+
+
+@on_loop
+async def test_a_store_may_say_nothing_of_some() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "KnowsHalf")
+        tier.write(r.next_order(), placed([1, 2], [0, 1]), soon())
+        assert await r.sink.outcomes(1) == [Outcome.DONE] * 2
+        tier.exists(r.next_order(), keys(1, 2, 3, 4), soon())
+        found = [Found(value) for value in (await r.sink.answer(2)).values.tolist()]
+        assert found == [Found.THERE, Found.UNKNOWN, Found.ABSENT, Found.UNKNOWN]
 
 
 @on_loop

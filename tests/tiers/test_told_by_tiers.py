@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from kvd.config.tiers import TierRule
@@ -21,8 +22,9 @@ from kvd.core.upkeep.statistics import TierFigures
 from kvd.pool.generations import EVERY, MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
-from kvd.tiers.process import TierLeft
-from tests.tiers.tier_rig import OTHER_SCOPE, SCOPE, keys, on_loop
+from kvd.tiers.process import OrderEnd, OrderId, TierAnswer, TierLeft
+from kvd.tiers.store import Found
+from tests.tiers.tier_rig import OTHER_SCOPE, SCOPE, hashes, keys, on_loop
 
 TIER = TierId(0)
 
@@ -133,6 +135,21 @@ async def test_what_is_cleared_before_the_tiers_begin_is_deleted_once_they_serve
     (order,) = deleting.call_args_list
     assert order.args[1] == (module._namespace_name("a namespace"),)
     generations.close()
+
+
+@on_loop
+async def test_of_what_a_store_said_nothing_the_core_is_told_so() -> None:
+    reported: list[ev.Event] = []
+    made = tiers(reported)
+    made._asked[TIER] = {
+        OrderId(7): act.AskTier(TIER, SearchId(2), cast(Any, None), hashes((1, 2, 3)))
+    }
+    said = np.array([Found.UNKNOWN, Found.THERE, Found.ABSENT], dtype=np.uint8)
+    made.order_ended(TIER, TierAnswer(OrderId(7), OrderEnd.ANSWERED, said))
+    (answered,) = reported
+    assert isinstance(answered, ev.TierAnswered)
+    assert answered.held.tolist() == [False, True, False]
+    assert answered.unknown.tolist() == [True, False, False]
 
 
 @on_loop

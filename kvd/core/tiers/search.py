@@ -376,15 +376,25 @@ def answered(turn: Turn, event: TierAnswered) -> None:
     elif failed:
         tier.counters.unanswered += len(asked)
     else:
-        _tell_watchers(turn, tier, search, there, asked[~held])
-        tier.counters.hits += len(there)
-        tier.counters.misses += len(asked) - len(there)
+        _count_answer(turn, tier, search, event)
     search.beliefs[there] = Belief.HELD
     search.holders[there] = tier.tier
     if len(there):
         found(turn.state, search.sought)
     search.asked = asked[~held]
     _ask_next(turn, search)
+
+
+def _count_answer(turn: Turn, tier: Tier, search: Search, event: TierAnswered) -> None:
+    """Of a tier that has said which it holds, and maybe of some nothing."""
+    held, unsaid = event.held, np.zeros(len(event.held), dtype=np.bool_)
+    if len(event.unknown) == len(held):
+        unsaid = event.unknown & ~held
+    lacked = search.asked[~held & ~unsaid]
+    _tell_watchers(turn, tier, search, search.asked[held], lacked)
+    tier.counters.hits += int(held.sum())
+    tier.counters.misses += len(lacked)
+    tier.counters.unanswered += int(unsaid.sum())
 
 
 def _tell_watchers(turn: Turn, tier: Tier, search: Search, held: Slots, lacked: Slots) -> None:

@@ -35,6 +35,7 @@ from kvd.tiers.mooncake.staging import NetworkMemory
 from kvd.tiers.mooncake.under_way import WritesUnderWay
 from kvd.tiers.sealing import has_lengths_of, wipe
 from kvd.tiers.store import (
+    Found,
     Outcome,
     TierBlock,
     TierError,
@@ -113,12 +114,12 @@ class MooncakeStore:
 
     # -- calls ------------------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> Sequence[Found | bool]:
         require_keys(keys)
         self._begin_call(deadline)
         answers = self._client.exists(list(map(name_of, keys))) if keys else []
         self._require_some(answers)
-        return [answer == 1 for answer in answers]
+        return list(map(_found, answers))
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
@@ -467,6 +468,12 @@ class MooncakeStore:
                 outcomes[move.number] = Outcome.MISSING
             else:
                 outcomes[move.number] = self._failed(code)
+
+
+def _found(code: int) -> Found:
+    if code < 0 and code not in codes.ABSENT:
+        return Found.UNKNOWN
+    return Found.THERE if code == 1 else Found.ABSENT
 
 
 def _require_master(answers: Sequence[int]) -> None:

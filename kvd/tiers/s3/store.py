@@ -13,6 +13,7 @@ from kvd.tiers.s3.bucket import REMOVED_AT_ONCE, Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.sealing import wipe
 from kvd.tiers.store import (
+    Found,
     Outcome,
     TierBlock,
     TierError,
@@ -51,7 +52,7 @@ class S3Store:
     def concurrency(self) -> int:
         return CALLS_AT_ONCE
 
-    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> Sequence[Found | bool]:
         require_keys(keys)
         self._begin_call(deadline)
         found = self._each(keys, lambda key: self._bucket.has(self._bucket.name_of(key)), deadline)
@@ -59,7 +60,7 @@ class S3Store:
             first = found[0]
             assert isinstance(first, TierError), "all are"
             raise TierError(str(first), first.reason)
-        return [each is True for each in found]
+        return [_found(each) for each in found]
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
@@ -170,6 +171,12 @@ class S3Store:
     def _begin_call(self, deadline: float) -> None:
         with self._lock:
             require_call(deadline, self._errors, is_closed=self._is_closed)
+
+
+def _found(found: object) -> Found:
+    if isinstance(found, TierError):
+        return Found.UNKNOWN
+    return Found.THERE if found is True else Found.ABSENT
 
 
 def _outcome(found: object) -> Outcome:

@@ -11,6 +11,7 @@ from functools import partial
 from kvd.tiers.gang import Gang, require_time
 from kvd.tiers.sealing import lengths_in, record_bytes, record_in
 from kvd.tiers.store import (
+    Found,
     Outcome,
     TierBlock,
     TierError,
@@ -75,22 +76,22 @@ class ValkeyStore:
     def concurrency(self) -> int:
         return CALLS_AT_ONCE
 
-    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> Sequence[Found | bool]:
         require_keys(keys)
         self._begin_call(deadline)
         names = [self._book.record_name(key) for key in keys]
-        there: dict[bytes, bool] = {}
+        there: dict[bytes, Found] = {}
         failed: Counter[TierReason] = Counter()
 
         def look(home: str, some: list[bytes]) -> None:
             answers = self._servers.run(home, [[b"EXISTS", name] for name in some], deadline)
             for name, answer in zip(some, answers, strict=True):
-                there[name] = answer == 1
+                there[name] = _found(answer)
 
         self._each(self._groups(names), look, failed, deadline)
         if failed and not there:
             raise TierError("no server answered", failed.most_common(1)[0][0])
-        return [there.get(name, False) for name in names]
+        return [there.get(name, Found.UNKNOWN) for name in names]
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
@@ -324,6 +325,12 @@ class ValkeyStore:
         if failed:
             reason = failed.most_common(1)[0][0]
             raise TierError(f"{sum(failed.values())} of the servers failed: {reason}", reason)
+
+
+def _found(answer: object) -> Found:
+    if isinstance(answer, int) and 0 <= answer <= 1:
+        return Found(answer)
+    return Found.UNKNOWN
 
 
 def _require_done(answers: Sequence[object]) -> None:
