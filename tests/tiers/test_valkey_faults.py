@@ -338,7 +338,8 @@ def test_blocks_are_served_while_their_slots_move(cluster: ValkeyCluster, how: s
         found = outcomes_of_reading(store)
         assert set(found.values()) <= {DONE, MISSING, FAILED}
         assert all(found[n] is DONE for n in NUMBERS if n not in slots)
-    assert all(found[n] is MISSING for n in slots)
+    assert all(found[n] is FAILED for n in slots), "they are not gone"
+    assert store.exists([key(n) for n in slots], soon()) == [Found.UNKNOWN] * len(slots)
     cluster.end_move(moved, taker=1)
     until(lambda: set(outcomes_of_reading(store).values()) == {DONE})
     keep(store, NUMBERS)

@@ -26,7 +26,7 @@ from kvd.tiers.sealing import (
 from kvd.tiers.store import Outcome, TierBlock, TierError, TierReason
 from kvd.tiers.valkey.line import Command, Room
 from kvd.tiers.valkey.names import BlockShape, NameBook
-from kvd.tiers.valkey.servers import Servers
+from kvd.tiers.valkey.servers import ELSEWHERE, Servers
 
 # One piece may have more. Less keeps the interpreter at handing its lock from thread to thread.
 UNIT_BYTES = 2 << 20
@@ -263,7 +263,11 @@ class Moves:
                 move.fail(error.reason)
         else:
             for move, number in unit:
-                _look_at_lengths(move, number, lengths)
+                count = 2 if number == 0 and not move.is_one else 1
+                came = list(itertools.islice(lengths, count))
+                if ELSEWHERE in came:
+                    move.fail(TierReason.UNREACHABLE)
+                _look_at_lengths(move, number, iter(came))
         whole: list[Move] = []
         with self._lock:
             for move, _ in unit:

@@ -33,6 +33,7 @@ LOOK_SECONDS = 1.0  # between looks at the servers
 HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something follows it
 _HEAD_END = b"%d" % (HEAD_BYTES - 1)
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
+ELSEWHERE = -2  # in place of a value's length
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
 _NOT_THERE = _ELSEWHERE | {"WRONGTYPE"}  # a name that somebody gave to a list, or the like
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
@@ -167,9 +168,14 @@ class Servers:
     ) -> list[int | None]:
         """Have values written into memory; how long each is, None where it is not there.
 
-        -1: it is longer than its memory. Nothing is written any more when this returns.
+        -1: it is longer than its memory. ELSEWHERE: this server does not know, its slot moves.
+        Nothing is written any more when this returns.
         """
-        return _found(self.run(home, [[b"GET", name] for name in names], deadline, into=into))
+        answers = self.run(home, [[b"GET", name] for name in names], deadline, into=into)
+        for number, answer in enumerate(answers):
+            if isinstance(answer, ServerRefusal) and answer.code in _ELSEWHERE:
+                answers[number] = ELSEWHERE
+        return _found(answers)
 
     def run_of(self, home: Home, deadline: float) -> str:
         """Which run of the server it is: another after it was started again."""
