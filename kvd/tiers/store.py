@@ -106,6 +106,7 @@ class TierReason(enum.StrEnum):
     CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"  # bytes came back that were not those written
     INDEX_DAMAGED = "INDEX_DAMAGED"  # what was known of blocks was lost, wholly or in part
     UNREACHABLE = "UNREACHABLE"  # whoever keeps the blocks does not answer
+    BUSY = "BUSY"  # whoever keeps the blocks asks for fewer requests
     REFUSED = "REFUSED"  # whoever keeps the blocks answers, and says no
     UNUSABLE = "UNUSABLE"  # the store can't be opened as it is configured
     CLOSED = "CLOSED"  # the store was closed

@@ -26,6 +26,7 @@ class Answering(ThreadingHTTPServer):
     """Answers each request with one status, without a word; 403 where the key is not right."""
 
     status = 500
+    asked = 0
     statuses: dict[str, int] | None = None  # by name
     key = ""
 
@@ -33,6 +34,7 @@ class Answering(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         assert isinstance(self.server, Answering)
+        self.server.asked += 1
         is_let_in = f"Credential={self.server.key}" in self.headers["Authorization"]
         self.send_response(self.server.status if is_let_in else 403)
         self.send_header("Content-Length", "0")
@@ -47,6 +49,7 @@ class Curt(Handler):
 
     def _answer(self) -> None:
         assert isinstance(self.server, Answering)
+        self.server.asked += 1
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response(self.server.status)
         self.send_header("Content-Length", "0")
@@ -139,7 +142,8 @@ def test_a_dead_bucket_is_away_for_names_with_numbers_of_refusals_too(tmp_path: 
         (401, TierReason.REFUSED),
         (403, TierReason.REFUSED),
         (500, TierReason.IO_ERROR),
-        (503, TierReason.IO_ERROR),
+        (429, TierReason.BUSY),
+        (503, TierReason.BUSY),
         (507, TierReason.NO_SPACE),
     ],
 )

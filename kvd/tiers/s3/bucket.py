@@ -32,8 +32,10 @@ from obstore.exceptions import (
 from obstore.store import S3Store as Objects
 
 from kvd.processes.complaints import log_limited
+from kvd.tiers.gang import require_time
 from kvd.tiers.options import content_of, secret_of
 from kvd.tiers.s3.options import S3Options
+from kvd.tiers.s3.pacing import Pacing
 from kvd.tiers.sealing import has_lengths_of, lengths_in, proves, record_bytes, sound_record_of
 from kvd.tiers.store import (
     NAMESPACE_BYTES,
@@ -55,6 +57,7 @@ LOG_SECONDS = 60.0  # between two lines about what is wrong with it
 LISTED_AT_ONCE = 1000  # that are listed in one request
 REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
 READ_BYTES = 1 << 20  # copied at once
+_BUSY = "the bucket asks for fewer requests (503, 429)"
 _REFUSALS = ("NoSuchBucket", "AccessDenied", "ExpiredToken")
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 
@@ -65,7 +68,8 @@ class Bucket:
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._quiet_until = self._renew_at = self._say_at = 0.0
+        self._quiet_until = self._renew_at = self._say_at = self._say_busy_at = 0.0
+        self._pacing = Pacing()
         self.problem = ""  # that it did not answer last, or refused us, and why
         self._secrets = self._read_files()
         self._objects = self._open()
@@ -186,13 +190,31 @@ class Bucket:
         with _answered(self, FileNotFoundError):
             return call(self._objects, name, **more)
 
+    def take_turn(self, deadline: float) -> None:
+        """Before a request: wait where the bucket asks for fewer. TierError: not in time."""
+        require_time(deadline)
+        self._pacing.take_turn(deadline)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What an operator should know."""
+        notes = [f"the bucket {self.problem}"] if self.problem else []
+        if gap_s := self._pacing.gap_s:
+            notes.append(f"{_BUSY}: {1 / gap_s:.0f} a second are sent, some blocks are misses")
+        return tuple(notes)
+
     def require_answering(self) -> None:
         """TierError where it did not answer a moment ago."""
         if time.monotonic() < self._quiet_until:
             raise TierError(self.problem, TierReason.UNREACHABLE)
 
-    def note(self, error: TierError | None) -> None:
-        """How the last request went."""
+    def note(self, error: TierError | None, began: float) -> None:
+        """How a request went that began then."""
+        if error is not None and error.reason is TierReason.BUSY:
+            self._slow_down(error, began)
+            return
+        if error is None:
+            self._pacing.hasten()
         with self._lock:
             if error is None:
                 self.problem = ""
@@ -211,6 +233,16 @@ class Bucket:
             if now >= self._renew_at:
                 self._renew_at = now + RENEW_SECONDS
                 self._renew()
+
+    def _slow_down(self, error: TierError, began: float) -> None:
+        self._pacing.slow_down(began)
+        now = time.monotonic()
+        with self._lock:
+            self.problem = ""  # it answers
+            if now < self._say_busy_at:
+                return
+            self._say_busy_at = now + LOG_SECONDS
+        log.warning("%s: %s", _BUSY, error)
 
     def _renew(self) -> None:
         """Take what the files with credentials and authorities hold by now."""
@@ -279,20 +311,22 @@ class _answered:  # noqa: N801 - it reads as a statement
         self._bucket = bucket
         self._expected = expected
         bucket.require_answering()
+        self._began = time.monotonic()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._bucket.note(None)
+            self._bucket.note(None, self._began)
             return
         if not isinstance(error, BaseError | OSError):
             return
         means = _meaning(error)
         if means in self._expected:
+            self._bucket.note(None, self._began)
             raise means from None
-        self._bucket.note(_translated(error))
+        self._bucket.note(_translated(error), self._began)
         raise _translated(error) from None
 
 
@@ -320,6 +354,8 @@ def _translated(error: Exception) -> TierError:
         return TierError(said, TierReason.REFUSED)
     if "InsufficientStorage" in whole or status == "507":
         return TierError(said, TierReason.NO_SPACE)
+    if status in ("429", "503") or "SlowDown" in whole:
+        return TierError(said, TierReason.BUSY)
     if status:
         return TierError(said, TierReason.IO_ERROR)
     if "timed out" in whole or "TimedOut" in whole:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvd.tiers.gang import Gang, require_time
+from kvd.tiers.gang import Gang
 from kvd.tiers.s3.bucket import REMOVED_AT_ONCE, Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.sealing import wipe
@@ -98,13 +98,12 @@ class S3Store:
         self._raise_first(self._each([self._bucket.require_bucket], lambda ask: ask(), deadline))
 
     def usage(self) -> TierUsage:
-        notes = [f"the bucket {self._bucket.problem}"]
         return TierUsage(
             blocks=0,
             bytes=0,
             capacity_bytes=0,
             errors=dict(self._errors),
-            notes=tuple(notes if self._bucket.problem else ()),
+            notes=self._bucket.notes,
         )
 
     def close(self) -> None:
@@ -134,7 +133,7 @@ class S3Store:
         while left:
             left = False
             for names in self._bucket.names(below):
-                require_time(deadline)
+                self._bucket.take_turn(deadline)
                 mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
                 if mine:
                     left = True
@@ -152,7 +151,7 @@ class S3Store:
 
         def one(number: int) -> None:
             try:
-                require_time(deadline)
+                self._bucket.take_turn(deadline)
                 found[number] = call(given[number])
             except TierError as error:
                 # Without its frames: views of lent memory hang on them.
