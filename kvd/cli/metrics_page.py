@@ -50,7 +50,7 @@ def described() -> list[Described]:
 
 
 def _with_all(now: Statistics) -> Statistics:
-    tier = TierFigures("disk", True, 0, 0, 0.0, 0.0, TierCounters())
+    tier = TierFigures("disk", True, 0, 0, 0.0, 0.0, TierCounters(), {"TIMEOUT": 0})
     curve = ReuseCurve(tuple((scale, 0.5) for scale in SCALES), 1, 1.0)
     return replace(now, tiers=(tier,), curve=curve)
 

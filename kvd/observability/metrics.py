@@ -264,6 +264,13 @@ def _tier_families(now: Statistics) -> Iterator[Metric]:
         for tier in now.tiers:
             counter.add_metric([tier.name], getattr(tier.counters, field))
         yield counter
+    if now.tiers:
+        meaning = "Blocks and calls that failed in a tier's store, by reason."
+        errors = CounterMetricFamily("kvd_tier_errors", meaning, labels=["tier", "reason"])
+        for tier in now.tiers:
+            for reason, count in sorted(tier.errors.items()):
+                errors.add_metric([tier.name, reason], count)
+        yield errors
     gauges = (
         ("kvd_tier_serving", "1 while a process serves the tier.", "is_serving"),
         ("kvd_tier_bytes_down", "Bytes on their way to a tier.", "bytes_down"),

@@ -21,7 +21,7 @@ from kvd.core import events as ev
 from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
-from kvd.core.upkeep.statistics import Statistics
+from kvd.core.upkeep.statistics import Statistics, TierFigures
 from kvd.pool.generations import EVERY, NAME_BYTES
 from kvd.pool.pool import Pool
 from kvd.runtime import damage
@@ -184,15 +184,19 @@ class Tiers:
         ]
 
     def seen(self, figures: Statistics) -> Statistics:
-        """The figures, and that a tier whose process has yet to end is served by none.
+        """The figures, what stores say of failures, and that a tier whose process has yet to end
+        is served by none.
 
         The core waits for that end: copies may run until then. It may take as long as a disk hangs.
         """
-        is_ending = [keeper.is_ending for keeper in self._keepers]
-        if not any(is_ending):
+        if not self._keepers:
             return figures
-        each = zip(figures.tiers, is_ending, strict=True)
-        tiers = [replace(tier, is_serving=tier.is_serving and not ends) for tier, ends in each]
+        tiers: list[TierFigures] = []
+        for tier, keeper in zip(figures.tiers, self._keepers, strict=True):
+            told = self.usage.get(TierId(len(tiers)), NO_USAGE).errors
+            errors = {str(reason): count for reason, count in told.items()}
+            serves = tier.is_serving and not keeper.is_ending
+            tiers.append(replace(tier, is_serving=serves, errors=errors))
         return replace(figures, tiers=tuple(tiers))
 
     def _process_of(self, tier: TierId) -> TierProcess | None:

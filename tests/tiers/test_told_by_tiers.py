@@ -23,7 +23,7 @@ from kvd.pool.generations import EVERY, MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
 from kvd.tiers.process import OrderEnd, OrderId, TierAnswer, TierLeft
-from kvd.tiers.store import Found
+from kvd.tiers.store import Found, TierReason, TierUsage
 from tests.tiers.tier_rig import OTHER_SCOPE, SCOPE, hashes, keys, on_loop
 
 TIER = TierId(0)
@@ -184,7 +184,10 @@ def test_a_tier_whose_process_has_yet_to_end_is_shown_as_away() -> None:
     machine = Machine(MachineConfig(extents=1, extent_bytes=1 << 20, tag_secret=bytes(16)))
     figures = replace(machine.statistics(), tiers=each)
     made._keepers = [cast(Any, SimpleNamespace(is_ending=False))] * 3
-    assert made.seen(figures) is figures
+    assert made.seen(figures) == figures
+    made.usage[TierId(1)] = TierUsage(0, 0, 0, errors={TierReason.BUSY: 3})
+    errors = [tier.errors for tier in made.seen(figures).tiers]
+    assert errors == [{}, {"BUSY": 3}, {}]
     made._keepers[0] = cast(Any, SimpleNamespace(is_ending=True))
     assert [tier.is_serving for tier in made.seen(figures).tiers] == [False, True, False]
     made._keepers = []

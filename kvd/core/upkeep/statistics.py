@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -74,6 +74,8 @@ class TierFigures:
     answer_seconds: float  # that a question takes now
     read_seconds: float  # that a copy from it takes
     counters: TierCounters
+    # What its store calls failures, by reason, since its process began: the core does not know.
+    errors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
