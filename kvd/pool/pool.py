@@ -32,6 +32,7 @@ from kvd.core.actions import (
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.linux.proc import state_of
+from kvd.linux.standing import Standing
 from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST
 from kvd.pool.choices import NO_ROOM, open_checksums, settled
@@ -62,7 +63,6 @@ from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import Reserve
 from kvd.pool.row_table import GrantedRow, RowTable, why_rows_lost
 from kvd.pool.slot_table import SlotTableFile
-from kvd.pool.standing import Standing
 from kvd.pool.verify import Books
 from kvd_proto.layout import require_ordered_stores
 

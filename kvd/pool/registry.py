@@ -32,9 +32,9 @@ from kvd.core.actions import OpenScope
 from kvd.core.errors import KvdError
 from kvd.core.keys import NamespaceId, ScopeId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec, check_group_count
+from kvd.linux.standing import Kept, Lost, lost
 from kvd.pool import sealed_json
 from kvd.pool.reserve import Reserve
-from kvd.pool.standing import Kept, Lost, lost
 from kvd_proto.groups import GroupKind
 
 log = logging.getLogger(__name__)

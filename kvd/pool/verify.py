@@ -16,13 +16,13 @@ import numpy.typing as npt
 from kvd.core.actions import GrantRow
 from kvd.core.keys import NO_SUM, U32, U64, KeyBatch, NamespaceId, RowId, Slots
 from kvd.core.upkeep.verify import Finding, named
+from kvd.linux.standing import Standing
 from kvd.pool import sealed_json
 from kvd.pool.checksum_table import NO_DIGEST
 from kvd.pool.index_page import IndexPage
 from kvd.pool.recovery import PoolFiles
 from kvd.pool.registry import Registry
 from kvd.pool.row_table import GrantedRow
-from kvd.pool.standing import Standing
 
 LINES_AT_ONCE = 64  # of the registry
 NAMES_AT_ONCE = 512  # of namespaces and scopes, that are compared

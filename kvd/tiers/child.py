@@ -1,7 +1,8 @@
-"""What runs in a tier's process: one thread listens, others call the store, one asks how it fares.
+"""What runs in a tier's process: one thread listens, others call the store, one asks how it fares,
+and one looks whether the store's files still have their names.
 
-Nothing here times out or polls: control calls an order off when its deadline has passed, and ends
-the process when a call doesn't return.
+Nothing else here times out or polls: control calls an order off when its deadline has passed, and
+ends the process when a call doesn't return.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from kvd.tiers.frames import (
 from kvd.tiers.lanes import Lanes, Work
 from kvd.tiers.store import (
     Found,
+    HasAPlace,
     MapsMemory,
     OpenStore,
     Outcome,
@@ -60,6 +62,7 @@ from kvd.tiers.store import (
 )
 
 MAX_CALLS_AT_ONCE = 64  # whatever a store would take
+PLACE_S = 1.0  # between looks whether what it keeps its blocks in was taken away
 _STOP_S = 1.0  # for calls under way
 
 _REASONS = frozenset(TierReason)
@@ -107,6 +110,11 @@ class TierLoop:
     def start(self) -> None:
         """Start the threads."""
         threading.Thread(target=self._tell_usage, name="usage", daemon=True).start()
+        if isinstance(self._store, HasAPlace):
+            look = threading.Thread(
+                target=self._look_at_place, args=(self._store,), name="place", daemon=True
+            )
+            look.start()
         for caller in self._callers:
             caller.start()
 
@@ -267,6 +275,17 @@ class TierLoop:
         outcomes[right] = _checked(answers, len(given), _POSSIBLE[order.kind])
         sums.doubt(blocks, outcomes)
         return Answered(outcomes, _copied(order, outcomes))
+
+    def _look_at_place(self, store: HasAPlace) -> None:
+        while not self._stopping:
+            time.sleep(PLACE_S)
+            try:
+                lost = store.taken_away()
+            except Exception as error:  # noqa: BLE001 - a store of a site's own may raise anything
+                log_limited(f"the store does not say whether its place is there: {error!r}")
+                return
+            if lost and not self._stopping:
+                self._leave(lost)
 
     def _tell_usage(self) -> None:
         while self._usage_wanted.acquire():

@@ -245,6 +245,21 @@ class NamesWhatLeaves(Protocol):
         """
 
 
+@runtime_checkable
+class HasAPlace(Protocol):
+    """What a store has besides where somebody may take away what it keeps its blocks in.
+
+    A process that goes on with files that have no name any more keeps their space, and the next one
+    finds none of its blocks. So it is ended, and another begins anew.
+    """
+
+    def taken_away(self) -> str:
+        """What is not there any more where the next process looks for it; "" where all is.
+
+        Asked now and then by one thread, which may wait for the medium. Never raises.
+        """
+
+
 OptionValue = str | int | float | bool | list[str]
 TierOptions = Mapping[str, OptionValue]
 # Opens a store: what a module path of the configuration names, given its table of options. Raises

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.keys import U32, U64, Slots
+from kvd.linux.standing import Standing
 from kvd.tiers.disk import warm
 from kvd.tiers.disk.files import DiskFiles, rounded_up
 from kvd.tiers.disk.index_file import ROW_WORDS, STAMP, IndexFile, check_of
@@ -93,6 +94,7 @@ class Disk:
         except BaseException:
             os.close(self._owner)
             raise
+        self._standing = Standing((directory, directory / "lock", directory / "slab"))
         self.seed = int.from_bytes(self.slab.identity[8:], "little")
         regions, size = self.slab.regions, options.region_bytes
         self._space = DiskSpace(regions, size, options.policy, self._leave)
@@ -387,6 +389,16 @@ class Disk:
     def notes(self) -> list[str]:
         lost = f"{self.directory}: the index is given up until it can be written again"
         return [*self.slab.notes, *([lost] if self._rows.is_lost else [])]
+
+    def taken_away(self) -> str:
+        """What was removed or replaced of what the next start looks for."""
+        try:
+            lost = self._standing.missing()
+        except OSError:  # an ill disk has lost nothing yet
+            return ""
+        if lost is None:
+            return ""
+        return f"{lost.path} {lost.how} while it ran: its blocks are lost, and it begins anew"
 
     def close(self) -> None:
         """Write the last rows and let go of everything."""

@@ -125,6 +125,10 @@ class DiskStore:
             return None
         return [key for each in left for key in each or ()]
 
+    def taken_away(self) -> str:
+        """A disk's directory or file that was removed or replaced (`HasAPlace`)."""
+        return next(filter(None, (disk.taken_away() for disk in self._disks)), "")
+
     def close(self) -> None:
         with self._closing:
             if not self._is_closed:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kvd.linux.standing import Standing
 from kvd.pool import extents, mapped_table, registry, sealed_json
 from kvd.pool.ownership import MoverList
-from kvd.pool.standing import Standing
 from kvd.runtime import clock, tiers, turns
 
 SHORTAGES = ("disk", "descriptors")

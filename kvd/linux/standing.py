@@ -1,9 +1,10 @@
-"""Whether the pool's files are still where its next owner, and every new mover, will look for them.
+"""Whether files are still where their next owner, and every new mover, will look for them.
 
-Somebody may remove them under a daemon that runs: an operator, a cleaner of temporary files,
-systemd-logind at a logout (RemoveIPC). What is mapped stays, so nothing fails at once; but every
-row that is mapped later is missing, and another daemon may make a pool in the same place. A file
-that was cut short ends whoever reads beyond its end.
+They are the pool's, or a disk tier's. Somebody may remove them under a daemon that runs: an
+operator, a cleaner of temporary files, systemd-logind at a logout (RemoveIPC). What is mapped or
+open stays, so nothing fails at once; but every row that is mapped later is missing, the space is
+not free, and another daemon may begin in the same place. A file that was cut short ends whoever
+has it mapped and reads beyond its end.
 """
 
 from __future__ import annotations
