@@ -36,7 +36,14 @@ from kvd.tiers.frames import (
     TierFrame,
     TierLeft,
 )
-from kvd.tiers.store import SCOPE_BYTES, NamesWhatLeaves, Outcome, TierKey, TierStore
+from kvd.tiers.store import (
+    SCOPE_BYTES,
+    NamesWhatLeaves,
+    NoticesEmptying,
+    Outcome,
+    TierKey,
+    TierStore,
+)
 from kvd_proto.limits import MAX_HASH_BYTES
 
 KeysOf = Callable[[Order], Sequence[TierKey]]
@@ -49,12 +56,21 @@ _THERE: Final = {
 }
 
 
+def _asking(store: TierStore) -> Callable[[], Sequence[TierKey] | None] | None:
+    """What asks the store what has left it; None where it can't say."""
+    if isinstance(store, NamesWhatLeaves):
+        return store.take_left
+    if isinstance(store, NoticesEmptying):
+        return lambda: None if store.was_emptied() else ()
+    return None
+
+
 class Departures:
     """Of one store. Any thread; `checked` and `some` while it holds `lock`."""
 
     def __init__(self, store: TierStore) -> None:
         self.lock = threading.Lock()
-        self._store = store if isinstance(store, NamesWhatLeaves) else None
+        self._take_left = _asking(store)
         self._untold: dict[TierKey, None] = {}
         self._in_doubt = False
         self._count = 0  # of all that left
@@ -66,17 +82,17 @@ class Departures:
     @property
     def are_named(self) -> bool:
         """Whether the store names them at all."""
-        return self._store is not None
+        return self._take_left is not None
 
     def begin(self, order: OrderId) -> None:
         """The store is called now."""
-        if self._store is not None:
+        if self._take_left is not None:
             with self.lock:
                 self._began[order] = self._count
 
     def checked(self, order: Order, answer: TierAnswer, keys_of: KeysOf) -> TierAnswer:
         """What the call may say; it has ended."""
-        if self._store is None:
+        if self._take_left is None:
             return answer
         since = self._began.pop(order.order)
         self._take()
@@ -107,9 +123,9 @@ class Departures:
 
     def _take(self) -> None:
         """Ask the store what has left."""
-        assert self._store is not None
+        assert self._take_left is not None
         try:
-            left = self._store.take_left()
+            left = self._take_left()
             for key in left if left is not None else ():
                 self._note(key)
                 if self._in_doubt:

@@ -246,6 +246,17 @@ class NamesWhatLeaves(Protocol):
 
 
 @runtime_checkable
+class NoticesEmptying(Protocol):
+    """What a store has besides where it can't name what leaves, but sees when nearly all has.
+
+    What host memory still has is then written again, as with NamesWhatLeaves.
+    """
+
+    def was_emptied(self) -> bool:
+        """Whether so much has left since the last call. As `NamesWhatLeaves.take_left`, else."""
+
+
+@runtime_checkable
 class HasAPlace(Protocol):
     """What a store has besides where somebody may take away what it keeps its blocks in.
 

@@ -327,3 +327,19 @@ def test_nonsense_about_what_left_is_no_frame(body: bytes) -> None:
         frames.unpack_left(body)
     assert len(frames.unpack_left(_left(1024)).parts[0].keys) == 1024
     assert hashes([1]).hash_bytes == HASH_BYTES
+
+
+def test_a_store_that_was_emptied_is_in_doubt_and_so_is_a_call_of_that_time() -> None:
+    emptied = [False]
+    on = Stage()
+    on.of = Departures(cast(TierStore, SimpleNamespace(was_emptied=lambda: emptied[0])))
+    assert on.of.are_named
+    assert on.write(1) == [DONE]
+    assert not on.of.some().in_doubt
+    asked = on.begin(TierFrame.EXISTS, 1)
+    emptied[0] = True
+    assert on.end(asked, 1) == [0]
+    emptied[0] = False
+    assert on.of.some().in_doubt
+    assert on.write(1) == [DONE]
+    assert not on.of.some().in_doubt

@@ -15,6 +15,7 @@ import pytest
 
 from kvd.tiers.store import (
     Found,
+    NoticesEmptying,
     OptionValue,
     Outcome,
     TierBlock,
@@ -318,6 +319,29 @@ def test_servers_that_are_no_cluster_are_refused(
 ) -> None:
     with pytest.raises(TierUnusable, match=r"addresses: .* no cluster"):
         ValkeyStore({"addresses": [server.address, cluster.servers[0].address]})
+
+
+@pytest.mark.parametrize("how", ["flushed", "started again"])
+def test_a_server_that_lost_all_is_noticed_once(server: ValkeyServer, how: str) -> None:
+    store = alone(server)
+    assert isinstance(store, NoticesEmptying)
+    keep(store, NUMBERS)
+    until(lambda: store.usage().blocks == len(NUMBERS))
+    assert not store.was_emptied()
+    if how == "flushed":
+        server.call("FLUSHALL")
+    else:
+        server.kill()
+        server.start()
+    until(store.was_emptied)
+    assert not store.was_emptied()
+    until(lambda: keep_one(store))
+    store.delete([key(1)], soon())
+    store.close()
+
+
+def keep_one(store: ValkeyStore) -> bool:
+    return store.write([source(key(1), content((1, ONE)))], soon()) == [DONE]
 
 
 # -- slots that move --------------------------------------------------------------------------

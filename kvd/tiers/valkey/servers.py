@@ -32,6 +32,7 @@ NOBODY = ""
 LOOK_SECONDS = 1.0  # between looks at the servers
 HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something follows it
 _HEAD_END = b"%d" % (HEAD_BYTES - 1)
+EMPTIED = 10  # of which less than such a part is left, a look later
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
 ELSEWHERE = -2  # in place of a value's length
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
@@ -59,6 +60,7 @@ class Servers:
         self._doubts: list[tuple[Home, Line]] = []
         self._said: dict[Home, str] = {}
         self.told: dict[Home, dict[str, str]] = {}  # what each server says of itself
+        self.was_emptied = False  # some server was, or started anew, since somebody asked
         self._wake = threading.Event()
         self._closing = False
         self._watcher = threading.Thread(target=self._watch, name="kvd-valkey-watch", daemon=True)
@@ -350,6 +352,9 @@ class Servers:
         self._said.pop("", None)
 
     def _hear(self, home: Home, said: dict[str, str]) -> None:
+        if (before := self.told.get(home)) is not None:
+            is_another = before.get("run_id") != said.get("run_id")
+            self.was_emptied |= is_another or keys_of(said) * EMPTIED < keys_of(before)
         self.told[home] = said
         if said.get("loading", "0") == "0":
             self._silent.discard(home)
@@ -419,6 +424,12 @@ def _slots_of(ranges: Answer, asked: Home) -> tuple[list[Home], list[Home]]:
     except (TypeError, ValueError, AttributeError):
         raise TierError(f"{asked}: it names slots that can't be", TierReason.REFUSED) from None
     return slots, homes
+
+
+def keys_of(said: dict[str, str]) -> int:
+    """How many names a server has: of "db0:keys=12,expires=0,..."."""
+    counts = [part for part in said.get("db0", "").split(",") if part.startswith("keys=")]
+    return int(counts[0].removeprefix("keys=")) if counts else 0
 
 
 def _parsed(told: bytes) -> dict[str, str]:

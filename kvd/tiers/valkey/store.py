@@ -28,7 +28,7 @@ from kvd.tiers.valkey.line import Command
 from kvd.tiers.valkey.moves import Move, Moves
 from kvd.tiers.valkey.names import NameBook, slot_of
 from kvd.tiers.valkey.options import ValkeyOptions
-from kvd.tiers.valkey.servers import Servers
+from kvd.tiers.valkey.servers import Servers, keys_of
 
 CALLS_AT_ONCE = 4
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
@@ -126,7 +126,7 @@ class ValkeyStore:
 
     def usage(self) -> TierUsage:
         told = dict(self._servers.told)
-        keys = sum(_keys(said) for said in told.values())
+        keys = sum(keys_of(said) for said in told.values())
         limits = [int(said.get("maxmemory", 0)) for said in told.values()]
         each = self._moved["values"] / self._moved["blocks"]
         now = {home: int(said.get("evicted_keys", 0)) for home, said in told.items()}
@@ -143,6 +143,13 @@ class ValkeyStore:
             errors=dict(self._errors),
             notes=self._servers.notes,
         )
+
+    def was_emptied(self) -> bool:
+        """Whether a server was emptied or started anew since the last call (`NoticesEmptying`)."""
+        if not self._servers.was_emptied:
+            return False
+        self._servers.was_emptied = False  # before it is told: what is lost from now on is, too
+        return True
 
     def close(self) -> None:
         with self._lock:
@@ -345,9 +352,3 @@ def _found_names(said: object) -> tuple[bytes, list[bytes]]:
         case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
             return cursor, names
     raise TierError("a server names nothing when it is asked for names", TierReason.REFUSED)
-
-
-def _keys(said: dict[str, str]) -> int:
-    """How many names a server has: of "db0:keys=12,expires=0,..."."""
-    counts = [part for part in said.get("db0", "").split(",") if part.startswith("keys=")]
-    return int(counts[0].removeprefix("keys=")) if counts else 0
