@@ -36,7 +36,14 @@ from kvd.tiers.gang import require_time
 from kvd.tiers.options import content_of, secret_of
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.pacing import Pacing
-from kvd.tiers.sealing import has_lengths_of, lengths_in, proves, record_bytes, sound_record_of
+from kvd.tiers.sealing import (
+    has_lengths_of,
+    lengths_in,
+    proves,
+    record_bytes,
+    record_in,
+    sound_record_of,
+)
 from kvd.tiers.store import (
     NAMESPACE_BYTES,
     SCOPE_BYTES,
@@ -48,6 +55,7 @@ from kvd.tiers.store import (
     TierTimeout,
     TierUnusable,
 )
+from kvd_proto.limits import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +142,9 @@ class Bucket:
         size = record_bytes(len(block.parts))
         try:
             found = self._ask_for(obstore.get, name)
-            if found.meta["size"] != size + block.nbytes:
-                return Outcome.MISSING
+            total = found.meta["size"]
+            if total != size + block.nbytes:
+                return Outcome.MISSING if self._is_whole(name, total) else Outcome.FAILED
             record = bytearray(size)
             with _answered(self):
                 _scatter(found.stream(READ_BYTES), [memoryview(record), *block.parts])
@@ -144,6 +153,15 @@ class Bucket:
         if not has_lengths_of(bytes(record), block):
             return Outcome.MISSING if lengths_in(bytes(record)) else Outcome.FAILED
         return Outcome.DONE if proves(bytes(record), block) else Outcome.FAILED
+
+    def _is_whole(self, name: str, size: int) -> bool:
+        """Whether an object is as long as its own record says: of other parts than were wanted."""
+        if not size:
+            return False
+        end = min(size, record_bytes(MAX_RANKS))
+        record = record_in(bytes(self._ask_for(obstore.get_range, name, start=0, end=end)))
+        lengths = lengths_in(record)
+        return lengths is not None and len(record) + sum(lengths) == size
 
     def _put(self, name: str, content: list[Any], mode: Any, *expected: type[OSError]) -> None:
         with _answered(self, *expected):
