@@ -141,7 +141,7 @@ def test_index_page_of_what_is_read_back_has_its_size_before_the_first_tag(
         for first in range(1, count, 1024):
             tags = mix(np.arange(first, first + 1024, dtype=np.uint64))
             assert pool.publish(PublishTags(orders.NAMESPACE, tags)) == 0
-        assert pool.memory().pages == had > 16 << 10
+        assert had >= pool.memory().pages > 16 << 10  # a thread gives back what it had at first
 
 
 def test_a_rewritten_slot_has_a_later_generation(shared_directory: Path) -> None:
