@@ -19,6 +19,7 @@ from kvd.linux.limits import most_file_bytes
 from kvd.linux.proc import filesystem_type, memory_bytes, mount_of, mounts
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
 from kvd.pool.ownership import FILES
+from kvd.processes.mappings import ExtentFiles
 
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 HUGETLBFS = "hugetlbfs"
@@ -202,8 +203,9 @@ def require_new_files(config: PoolConfig) -> None:
                 " remount,nr_inodes=) or raise extent_bytes"
             )
     limit = most_file_bytes()
+    extents = ExtentFiles(config.extents_place, 0, config.extent_bytes)
     for path, size in (
-        (config.extents_place / f"{0:05}.kv", config.extent_bytes),
+        (extents.path(0), config.extent_bytes),
         (config.directory / "slots.table", config.record_bytes),
     ):
         if limit is not None and limit < size and _length(path) < size:

@@ -141,5 +141,5 @@ class PoolConfig:
     @property
     def table_bytes(self) -> int:
         """Slot table, row headers and checksums."""
-        slot_bytes = RECORD_BYTES + (CHECKSUM_BYTES if self.payload_checksums else 0)
-        return self.extents * (self.slots_per_extent * slot_bytes + ROW_HEADER_BYTES)
+        sum_bytes = CHECKSUM_BYTES * self.slots_per_extent if self.payload_checksums else 0
+        return self.record_bytes + self.extents * (ROW_HEADER_BYTES + sum_bytes)

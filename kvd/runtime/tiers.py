@@ -192,8 +192,8 @@ class Tiers:
         if not self._keepers:
             return figures
         tiers: list[TierFigures] = []
-        for tier, keeper in zip(figures.tiers, self._keepers, strict=True):
-            told = self.usage.get(TierId(len(tiers)), NO_USAGE).errors
+        for place, (tier, keeper) in enumerate(zip(figures.tiers, self._keepers, strict=True)):
+            told = self.usage.get(TierId(place), NO_USAGE).errors
             errors = {str(reason): count for reason, count in told.items()}
             serves = tier.is_serving and not keeper.is_ending
             tiers.append(replace(tier, is_serving=serves, errors=errors))

@@ -11,6 +11,8 @@ import logging
 import resource
 
 from kvd.core.errors import LimitExceeded
+from kvd.core.shares import Bound, Shares
+from kvd.linux.calls import most_descriptors
 from kvd.linux.proc import count_own_descriptors
 
 RESERVED = 256
@@ -22,6 +24,7 @@ BESIDE_EXTENTS = 64  # of a mover, which holds one for each extent that it maps
 # More than there may be companion connections, as every client has one; each takes some 20 KiB, and
 # all can come at once, before anybody has looked whose they are.
 MAX_GRPC_CONNECTIONS = 512
+OPERATORS_PART = 16  # one of so many that users share is for operators
 DESCRIPTORS_OF_A_PAGE = 2  # its own, and its mapping's
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ def raise_limit() -> int:
 
 def require_enough() -> None:
     """OSError, with the fix, where the daemon could not work."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = most_descriptors()
     if limit < LEAST:
         raise OSError(
             f"this process may have {limit} file descriptors, and needs {LEAST} at least:"
@@ -46,7 +49,7 @@ def require_enough() -> None:
 
 def warn_where_tight(extents: int) -> None:
     """Say so where movers may come to need more than there are."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = most_descriptors()
     wanted = max(COMFORTABLE, extents + BESIDE_EXTENTS)
     if limit < wanted:
         log.warning(
@@ -58,26 +61,28 @@ def warn_where_tight(extents: int) -> None:
         )
 
 
-def most() -> int:
-    """How many this process may have."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def shared_by_users(name: str, most: int, field: str = "") -> Shares:
+    """Of so many, or of half of what the daemon may have open: a user has half of them at most, and
+    some are for operators."""
+    most = min(most, most_descriptors() // 2)
+    return Shares(Bound(name, most, most // 2, most // OPERATORS_PART, field))
 
 
 def most_connections() -> int:
     """How many connections gRPC may take; it accepts them itself, so a number must bound them."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = most_descriptors()
     return max(8, min(MAX_GRPC_CONNECTIONS, limit // 4))
 
 
 def most_namespaces(at_most: int) -> int:
     """How many may be known: each holds DESCRIPTORS_OF_A_PAGE, whether anybody uses it or not."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = most_descriptors()
     return max(4, min(at_most, limit // 4 // DESCRIPTORS_OF_A_PAGE))
 
 
 def are_scarce() -> bool:
     """True when clients may take no more."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = most_descriptors()
     return count_own_descriptors() >= limit - min(RESERVED, limit // 4)
 
 

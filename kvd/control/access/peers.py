@@ -20,7 +20,7 @@ import grpc
 from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
-from kvd.core.shares import Bound, Shares
+from kvd.core.shares import Shares
 from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory, type_of
 from kvd_proto.v1 import companion_pb2 as pb
 
@@ -30,7 +30,6 @@ ON_BEHALF_OF_KEY = "kvd-on-behalf-of"  # whom a gateway calls for; a claim, for 
 MAX_NAME_CHARACTERS = 256  # of it
 MAX_MEMORIES = 256
 MAX_MEMORIES_IN_ALL = 65536  # or half of what the daemon may have open
-OPERATORS_PART = 16  # one of so many is for operators
 _IDS = struct.Struct("iII")
 MAX_REGISTRATIONS = 4096  # of one connection, one after the other
 
@@ -107,9 +106,8 @@ class Memory:
 
 def shares_of_memories() -> Shares:
     """Descriptors of memories that users' clients may have the daemon hold."""
-    most = min(MAX_MEMORIES_IN_ALL, descriptors.most() // 2)
     name = "memories offered, each a file descriptor of the daemon"
-    return Shares(Bound(name, most, most // 2, most // OPERATORS_PART, "memory_token"))
+    return descriptors.shared_by_users(name, MAX_MEMORIES_IN_ALL, "memory_token")
 
 
 def accept_memory(fd: int) -> Memory:

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from kvd.control.access import descriptors
 from kvd.core.errors import LimitExceeded
-from kvd.core.shares import Bound, Shares
 from kvd.linux.calls import unread_bytes
 
 MAX_UNREAD_FDS = 4096  # or half of what the process may have open
-OPERATORS_PART = 16  # one of so many is for operators
 LOOKED_AT = 64  # connections at a time where one is refused: some ten microseconds
 LOOKED_AT_EACH_TIME = 2  # so those that have read keep no socket open for long
 
@@ -41,9 +39,8 @@ class UnreadDescriptors:
     def __init__(
         self, operates: Callable[[int], bool], close: Callable[[int, Sequence[int]], None]
     ) -> None:
-        most = min(MAX_UNREAD_FDS, descriptors.most() // 2)
-        bound = Bound("descriptors sent and not read", most, most // 2, most // OPERATORS_PART)
-        self.shares = Shares(bound)
+        name = "descriptors sent and not read"
+        self.shares = descriptors.shared_by_users(name, MAX_UNREAD_FDS)
         self._operates = operates
         self._close = close
         self._sent: OrderedDict[int, _Sent] = OrderedDict()  # by the connection's number

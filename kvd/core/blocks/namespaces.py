@@ -205,9 +205,10 @@ def check_scopes(state: State, spec: NamespaceSpec, epoch: str, payer: str) -> N
         )
 
 
-def numbers_left(state: State) -> bool:
-    """Whether any scope may be opened. Numbers only rise: what was cleared lies below one."""
-    return state.next_scope + MAX_GROUPS <= LAST_SCOPE + 1
+def numbers_left(state: State, scopes: int = 0) -> bool:
+    """Whether any scope, or so many, may be opened. Numbers only rise: what was cleared lies below
+    one."""
+    return state.next_scope + max(scopes, MAX_GROUPS) <= LAST_SCOPE + 1
 
 
 def _has_no_number(state: State, name: tuple[NamespaceId, str, str, int]) -> bool:
@@ -239,10 +240,9 @@ def scopes_fit(state: State, spec: NamespaceSpec, payer: str, epoch: str, accoun
 
 def may_open(state: State, payer: str, scopes: int) -> bool:
     """Whether the payer may open so many without any being forgotten for it."""
-    if state.next_scope + max(scopes, MAX_GROUPS) > LAST_SCOPE + 1:
-        return False
     taken = state.scope_shares.taken[payer]
-    return share_left(taken, len(state.scopes), MAX_SCOPES) >= scopes
+    is_left = share_left(taken, len(state.scopes), MAX_SCOPES) >= scopes
+    return is_left and numbers_left(state, scopes)
 
 
 def _forgettable_scopes(

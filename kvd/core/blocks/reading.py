@@ -64,11 +64,9 @@ def _class_of(namespace: Namespace, group: int, keys: KeyBatch) -> SizeClass:
 
 def locate(state: State, session: Session, account: str, group: int, words: U64) -> Located:
     """Tags and slots of the keys."""
-    scope = namespaces.find_scope(state, session, account, group)
-    if scope is not None:
-        return Located(scope.scope, *state.index.locate(words, scope.seed, scope.scope))
-    namespace = state.namespace_of(session)
-    seed = namespaces.scope_seed(state, namespace, session.epoch, account, group)
+    scope, seed = _number_and_seed(state, session, account, group)
+    if scope != NO_SCOPE:
+        return Located(scope, *state.index.locate(words, seed, scope))
     return Located(None, tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64))
 
 

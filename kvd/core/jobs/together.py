@@ -199,8 +199,7 @@ def _may_open_scopes(
     new = {
         stores[number].context.account
         for rows in several
-        for number, scope, _ in rows.by_store()
-        if scope == NO_SCOPE
+        for number in rows.stores[rows.scopes == NO_SCOPE].tolist()
     }
     groups = len(state.namespace_of(session).classes)
     return not new or namespaces.may_open(state, session.payer, len(new) * groups)
