@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS.parent.parent / "docs" / "benchmarks.md"
 # Folders of results that are kept.
 MACHINES = {
-    "two-cores": "AMD",
+    "two-cores-amd": "AMD",
     "two-cores-intel": "Intel",
     "two-of-16-cores-intel": "Intel, 2 of 16",
 }

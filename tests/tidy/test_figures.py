@@ -15,6 +15,14 @@ def test_the_page_shows_what_was_measured() -> None:
     assert page == shown, "python -m benchmarks.summary --write"
 
 
+def test_each_folder_has_results_of_its_own_kind_of_machine_alone() -> None:
+    for folder, machine in summary.kept().items():
+        kind = machine.partition(",")[0]
+        for path in folder.glob("*.json"):
+            processor = json.loads(path.read_text())["machine"]["processor"]
+            assert processor.startswith(kind), f"{path.name} is of {processor}"
+
+
 def test_a_figure_that_misses_its_bar_stands_out(tmp_path: Path) -> None:
     keep(tmp_path / "one", "throughput", {"steady": [row_of("store", 0.91), row_of("load", 0.89)]})
     table = summary.tables({tmp_path / "one": "One"})
