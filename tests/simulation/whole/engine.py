@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,8 @@ from kvd.core.events import JobKind, JobStatus, LeaseMode
 from kvd.core.keys import JobId, RequestId, SessionId
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.v1 import engine_pb2 as pb
-from kvd_proto.v1 import worker_pb2
-from tests.simulation.whole import messages, worker_life
-from tests.simulation.whole.bytes import Meanings, RankBytes
-from tests.simulation.whole.daemon import Call, SimDaemon, SimPeer, Stream
+from tests.simulation.whole import messages
+from tests.simulation.whole.daemon import Stream
 from tests.simulation.whole.drawn import (
     BLOCKS,
     CHAINS,
@@ -32,70 +29,48 @@ from tests.simulation.whole.drawn import (
     LONGEST,
     Found,
     Job,
-    Model,
     batch,
     hash_of,
     key_of,
 )
-from tests.simulation.whole.loop import SimLoop
 from tests.simulation.whole.movers import SimMover
+from tests.simulation.whole.ranks import Engine, Wish
+from tests.simulation.whole.raw_wish import RawWish
 
 
 @dataclass(eq=False)
-class RawEngine:
-    """One engine: a scheduler and its ranks."""
+class RawEngine(Engine):
+    """Its verbs are drawn, and so are its blocks."""
 
-    name: str
-    model: Model
-    loop: SimLoop
-    random: Random
-    meanings: Meanings
-    journal: Callable[[str], None]
     excused: Callable[[RawEngine, Found], bool] = lambda _engine, _found: False
     is_eager: bool = False  # it stores and loads as soon as a rank has registered
-    is_plain: bool = False  # it does all that an engine should
-    stores_done: int = 0
-    loads_done: int = 0
-    starts: int = 0
-    pressed: int = 0
-
-    def __post_init__(self) -> None:
-        self.daemon: SimDaemon | None = None
-        self.stream: Stream | None = None
-        self.scheduler: SimPeer | None = None
-        self.session: SessionId | None = None
-        self.is_ready = False
-        self.epoch = ""
-        self.jobs: dict[int, Job] = {}
-        self.found: list[Found] = []
-        self.requests: list[str] = []
-        self.last_job = 0
-        self.sequence = 0
-        self.sent: dict[int, pb.SessionRequest] = {}
-        self.answers: dict[int, bytes] = {}
-        self.told: set[tuple[int, int]] = set()  # of one daemon: jobs and movers
-        self.start()
 
     # -- its life -----------------------------------------------------------------------------
 
     def start(self) -> None:
         """The processes begin: new memory, nothing known."""
-        self.starts += 1
-        count = len(self.model.ranks)
-        self.memory = [RankBytes(len(self.model.widths), BLOCKS) for _ in range(count)]
-        self.workers: list[SimPeer | None] = [None] * count
-        self.movers: dict[int, SimMover] = {}
-        self.registering: dict[int, Call] = {}
-        self.away: dict[int, float] = {}  # when these ranks come again
+        if self.starts == 0:
+            self._stream: Stream | None = None
+            self._session: SessionId | None = None
+            self.is_ready = False
+            self.requests: list[str] = []
+            self.last_job = self.sequence = self.pressed = 0
+            self.sent: dict[int, pb.SessionRequest] = {}
+            self.answers: dict[int, bytes] = {}
+            self.told: set[tuple[int, int]] = set()  # of one daemon: jobs and movers
+        super().start()
         self.free = [list(range(BLOCKS)) for _ in self.model.widths]
         self.jobs.clear()
         self.found.clear()
         self.requests.clear()
 
     @property
-    def identity(self) -> pb.EngineIdentity:
-        nonce = self.starts.to_bytes(16, "little")
-        return pb.EngineIdentity(engine_id=self.name, boot_nonce=nonce)
+    def session(self) -> SessionId | None:
+        return self._session
+
+    @property
+    def stream(self) -> Stream | None:
+        return self._stream
 
     @property
     def usable(self) -> bool:
@@ -108,24 +83,17 @@ class RawEngine:
             and not self.daemon.is_gone
         )
 
-    def connect(self, daemon: SimDaemon) -> None:
-        """Come to a daemon, as far as it is not there: session, then ranks, in any order."""
-        if self.daemon is not daemon:
-            self.lose_daemon()
-            self.daemon = daemon
-        if self.stream is None or self.stream.is_cut:
+    def open_session(self) -> None:
+        """Ask for one, unless that is under way or done."""
+        if self._stream is None or self._stream.is_cut:
             self._open()
-        for rank in range(len(self.model.ranks)):
-            here = rank in self.movers or rank in self.registering
-            if not here and self.loop.now >= self.away.get(rank, 0.0):
-                self._register(rank)
 
     def _open(self) -> None:
         assert self.daemon is not None
         self._lose_session()
         if self.scheduler is None or self.scheduler.ended:
             self.scheduler = self.daemon.greet(self.model.uid, Role.SCHEDULER, "sim")
-        stream = self.stream = Stream(self.daemon, self.scheduler, lambda m: self._hear(stream, m))
+        stream = self._stream = Stream(self.daemon, self.scheduler, lambda m: self._hear(stream, m))
         opening = pb.OpenSession(
             identity=self.identity,
             namespace=self.model.fields,
@@ -135,50 +103,9 @@ class RawEngine:
         )
         stream.send(pb.SessionRequest(open=opening))
 
-    def _register(self, rank: int) -> None:
-        assert self.daemon is not None
-        peer = self.workers[rank]
-        if peer is None or peer.ended:
-            peer = self.workers[rank] = self.daemon.greet(self.model.uid, Role.WORKER, "sim")
-        memory = self.memory[rank]
-        shard = self.model.ranks[rank]
-        groups, base = [], 0
-        for number, (width, size) in enumerate(
-            zip(self.model.widths, self.model.block_bytes, strict=True)
-        ):
-            fragment = worker_pb2.Fragment(memory=0, base=base, stride=size, bytes=size)
-            groups.append(
-                worker_pb2.GroupLayout(
-                    group=number, num_blocks=BLOCKS, fragments=[fragment], blocks_per_block=width
-                )
-            )
-            base += size * BLOCKS
-        request = worker_pb2.RegisterRankRequest(
-            identity=self.identity,
-            rank=rank,
-            world_size=len(self.model.ranks),
-            shard=shard,
-            writer=self.model.ranks.index(shard) == rank,
-            memories=[
-                worker_pb2.MemoryHandle(
-                    host=worker_pb2.HostSharedMemory(memory_token=1, offset=0, bytes=base)
-                )
-            ],
-            groups=groups,
-        )
-        token = self.starts * 1_000_003 + hash_of(self.name) * 64 + rank
-        self.registering[rank] = self.daemon.register(
-            peer, request, (token, memory), lambda mover: self._registered(rank, memory, mover)
-        )
-
-    def _registered(self, rank: int, memory: RankBytes, mover: SimMover | None) -> None:
-        if memory is not self.memory[rank]:
-            return  # of an earlier start
-        self.registering.pop(rank, None)
-        if mover is not None and mover.is_alive:
-            self.movers[rank] = mover
-            if self.is_eager and self.session is not None:
-                self._use_at_once()
+    def rank_is_here(self, rank: int, mover: SimMover) -> None:
+        if self.is_eager and self.session is not None:
+            self._use_at_once()
 
     def _use_at_once(self) -> None:
         """Not waiting for the word that its ranks are ready."""
@@ -187,38 +114,21 @@ class RawEngine:
         except KvdError as error:
             self.journal(f"refused {error.reason}")
 
-    def die(self) -> None:
-        """All its processes end; whatever wrote to its memory from now on would be a fault."""
-        for memory in self.memory:
-            worker_life.withdraw_soon(self, memory)
-        daemon = self.daemon
-        for call in self.registering.values():
-            call.is_lost = True
-        if self.stream is not None:
-            self.stream.cut()
-        peers = [self.scheduler, *self.workers]
-        self.scheduler = self.stream = None
+    def forget_session(self) -> None:
+        """Stream and scheduler are no more."""
+        self.scheduler = self._stream = None
         self._lose_session()
-        self.start()
-        if daemon is not None and not daemon.is_gone:
-            # The memory of a dead process stays as long as a mover maps it: nobody reads it.
-            for peer in peers:
-                if peer is not None:
-                    peer.end()
 
     def lose_daemon(self) -> None:
         """The daemon is gone with its movers: every open job has failed."""
-        self._lose_session()
-        self.stream = self.scheduler = None
-        self.workers = [None] * len(self.workers)
-        self.movers.clear()
-        self.registering.clear()
+        self.forget_session()
+        super().lose_daemon()
         for number in list(self.jobs):
             self._fail(number)
         self.told.clear()
 
     def _lose_session(self) -> None:
-        self.session = None
+        self._session = None
         self.is_ready = False
         self.found.clear()
         self.sequence = 0
@@ -227,8 +137,8 @@ class RawEngine:
 
     def lose_stream(self) -> None:
         """Only the connection breaks; it comes back."""
-        if self.stream is not None:
-            self.stream.cut()
+        if self._stream is not None:
+            self._stream.cut()
         self._lose_session()
 
     # -- news ---------------------------------------------------------------------------------
@@ -238,7 +148,7 @@ class RawEngine:
             return
         kind = message.WhichOneof("kind")
         if kind == "opened":
-            self.session = SessionId(message.opened.session_id)
+            self._session = SessionId(message.opened.session_id)
             if message.opened.epoch.epoch != self.epoch:
                 raise AssertionError("a session in another epoch than was asked for")
         elif kind == "ranks_ready":
@@ -295,6 +205,11 @@ class RawEngine:
                 self._check(job, rank)
         if not job.waiting:
             self._end(number, job)
+
+    def rank_has_failed(self, rank: int) -> None:
+        for number, job in list(self.jobs.items()):
+            if rank in job.waiting:
+                self.acknowledge(number, rank, JobStatus.FAILED)
 
     def _fail(self, number: int) -> None:
         for rank in list(self.jobs[number].waiting):
@@ -549,6 +464,21 @@ class RawEngine:
         keys = self.keys(context.account)
         lasting_ns = self.random.randrange(1, 60_000) * 1_000_000
         self.call(ev.HandOffRequested(self.session_id, context, group, batch(keys), lasting_ns))
+
+    def press(self) -> None:
+        """Store on and on, so that the others have to be served beside it."""
+        for group in range(len(self.model.widths)):
+            self.pressed += 1
+            chain = 2_000_000 + hash_of(self.name) * 1_000 + self.pressed
+            keys = [key_of(chain, 10 + place, "") for place in range(LONGEST)]
+            context = ev.RequestContext(RequestId("press"))
+            self.start_job(JobKind.STORE, group, keys, context)
+
+    def wish(self) -> Wish:
+        return RawWish(self)
+
+    def leave(self) -> None:
+        """Whoever begins jobs at random leaves them as they are."""
 
     def session_epoch(self, epoch: str) -> None:
         """Its cache is reset: from now on it is in an epoch of its own."""

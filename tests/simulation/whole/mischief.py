@@ -18,7 +18,7 @@ from tests.simulation.whole.movers import SimMover
 if TYPE_CHECKING:
     from kvd.core.model.size_class import Row
     from tests.simulation.whole.daemon import SimDaemon
-    from tests.simulation.whole.engine import RawEngine
+    from tests.simulation.whole.ranks import Engine
     from tests.simulation.whole.world import World
 
 RELEASED_S = 2.5  # after its session's end a mover is gone, whatever hangs
@@ -46,7 +46,7 @@ def interrupt(world: World, row: Row) -> None:
         world.loop.outside(world.random.random() * BUSY_S, _die_half_way, world, owners[0])
 
 
-def _die_half_way(world: World, engine: RawEngine) -> None:
+def _die_half_way(world: World, engine: Engine) -> None:
     world.note(f"engine_dies {engine.name}, half-way")
     engine_dies(world, engine)
 
@@ -54,26 +54,26 @@ def _die_half_way(world: World, engine: RawEngine) -> None:
 # -- engines --------------------------------------------------------------------------------------
 
 
-def engine_dies(_world: World, engine: RawEngine) -> None:
+def engine_dies(_world: World, engine: Engine) -> None:
     engine.die()
     engine.epoch = ""  # of that start alone: who comes with it later makes it everybody's
 
 
-def stream_breaks(world: World, engine: RawEngine) -> None:
+def stream_breaks(world: World, engine: Engine) -> None:
     if engine.stream is not None and not engine.stream.is_cut:
         _store_first(world, engine)
         watch_release(world, list(engine.movers.values()), RELEASED_S)
     engine.lose_stream()
 
 
-def _store_first(world: World, engine: RawEngine) -> None:
+def _store_first(world: World, engine: Engine) -> None:
     """So that it happens while a copy runs, mostly."""
     if engine.usable and world.random.random() < 0.7:
         with suppress(KvdError):
             engine.store()
 
 
-def worker_dies(world: World, engine: RawEngine) -> None:
+def worker_dies(world: World, engine: Engine) -> None:
     """One rank's process; the scheduler and the other ranks live."""
     rank = world.random.randrange(len(engine.model.ranks))
     mover = engine.movers.get(rank)
@@ -83,7 +83,7 @@ def worker_dies(world: World, engine: RawEngine) -> None:
     engine.away[rank] = world.loop.now + world.random.choice([0.0, AWAY_S])
 
 
-def worker_unregisters(world: World, engine: RawEngine) -> None:
+def worker_unregisters(world: World, engine: Engine) -> None:
     """One rank takes its memory back, and comes again."""
     if engine.movers:
         worker_life.unregister(world, engine, world.random.choice(list(engine.movers)))
@@ -101,7 +101,7 @@ def watch_release(world: World, movers: list[SimMover], within_s: float) -> None
     world.loop.outside(within_s, check)
 
 
-def epoch_changes(world: World, engine: RawEngine) -> None:
+def epoch_changes(world: World, engine: Engine) -> None:
     # It overtakes nothing: a client says it in the stream of its steps.
     if engine.usable and engine.stream is not None and engine.stream.is_idle:
         world.epoch += 1
@@ -111,28 +111,28 @@ def epoch_changes(world: World, engine: RawEngine) -> None:
 # -- processes of the daemon ----------------------------------------------------------------------
 
 
-def mover_dies(world: World, engine: RawEngine) -> None:
+def mover_dies(world: World, engine: Engine) -> None:
     if engine.movers:
         world.random.choice(list(engine.movers.values())).kill()
 
 
-def tier_dies(world: World, _engine: RawEngine) -> None:
+def tier_dies(world: World, _engine: Engine) -> None:
     for tier in list(world.tiers.running.values()):
         tier.kill("killed")
 
 
-def power_goes(world: World, _engine: RawEngine) -> None:
+def power_goes(world: World, _engine: Engine) -> None:
     world.hazards.writes_left = world.random.choice([1, 1, 2, 3, 5, 9])
 
 
-def killed(_world: World, _engine: RawEngine) -> None:
+def killed(_world: World, _engine: Engine) -> None:
     raise PowerCut
 
 
 # -- operators ------------------------------------------------------------------------------------
 
 
-def clear(world: World, engine: RawEngine) -> None:
+def clear(world: World, engine: Engine) -> None:
     _store_first(world, engine)
     namespace, daemon = world.namespace_of(engine), world.daemon
     if world.random.random() < 0.5:
@@ -150,7 +150,7 @@ def _clear(world: World, namespace: Any, daemon: SimDaemon) -> None:
     _call(world, ev.NamespaceCleared(daemon.driver.long_work.next_token(), namespace))
 
 
-def quota(world: World, engine: RawEngine) -> None:
+def quota(world: World, engine: Engine) -> None:
     most = world.random.choice(
         [0, world.settings.extent_bytes * 3, world.settings.extent_bytes * 6]
     )
@@ -170,22 +170,22 @@ def _call(world: World, event: Any) -> None:
 # -- the machine ----------------------------------------------------------------------------------
 
 
-def shortage(world: World, _engine: RawEngine) -> None:
+def shortage(world: World, _engine: Engine) -> None:
     world.hazards.short.add(world.random.choice(hazards.SHORTAGES))
 
 
-def plenty(world: World, _engine: RawEngine) -> None:
+def plenty(world: World, _engine: Engine) -> None:
     world.hazards.short.clear()
 
 
-def clock_jumps(world: World, _engine: RawEngine) -> None:
+def clock_jumps(world: World, _engine: Engine) -> None:
     world.jumped_s = world.loop.now
     world.loop.jump(world.random.choice([0.5, 2.0, 30.0, 100.0]))
     for each in world.engines:
         each.found.clear()
 
 
-def bytes_rot(world: World, _engine: RawEngine) -> None:
+def bytes_rot(world: World, _engine: Engine) -> None:
     if not world.settings.checksums:
         return
     random, ledger = world.random, world.ledger

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvd.core import events as ev
-from kvd.core.events import JobKind, LeaseMode
-from kvd.core.keys import RequestId, TenantId
+from kvd.core.keys import TenantId
 from kvd.runtime.verify import Stage, Verifier
 from tests.core import invariants
-from tests.simulation.whole.drawn import LONGEST, batch, hash_of, key_of
 
 if TYPE_CHECKING:
-    from tests.simulation.whole.engine import RawEngine
+    from tests.simulation.whole.ranks import Engine, Wish
     from tests.simulation.whole.world import World
 
 DEADLINES_S = 66.0  # past every deadline of what was in flight
@@ -38,6 +36,7 @@ def settle(world: World) -> None:
     _serve_all(world)
     for engine in world.engines:
         engine.look()
+        engine.leave()
         engine.die()
     world.loop.run_for(SETTLE_S)
     _check_rest(world)
@@ -55,19 +54,19 @@ def _serve_all(world: World) -> None:
     order = world.random.sample(world.engines, len(world.engines))
     quick = order[: world.random.randrange(len(order))]
     _run_until(world, PRESSED_S, lambda: _take_turns(world, quick, []))
-    asking = {e.name: Asking(e) for e in world.engines}
+    wishes = {e.name: e.wish() for e in world.engines}
     waiting = [e for e in world.engines if e not in quick] + quick
 
     def everybody() -> bool:
-        _take_turns(world, quick, [asking[e.name] for e in waiting])
+        _take_turns(world, quick, [(e, wishes[e.name]) for e in waiting])
         for engine in list(waiting):
-            if asking[engine.name].is_served:
+            if wishes[engine.name].is_served:
                 waiting.remove(engine)
                 quick.append(engine)
         return not waiting
 
     _run_until(world, SERVED_S, everybody)
-    names = ", ".join(f"{e.name} ({asking[e.name].told()})" for e in waiting)
+    names = ", ".join(f"{e.name} ({wishes[e.name].told()})" for e in waiting)
     assert not waiting, f"not served within {SERVED_S:.0f} s: {names}"
 
 
@@ -79,18 +78,18 @@ def _run_until(world: World, seconds: float, turn: Any) -> None:
             raise world.error
 
 
-def _take_turns(world: World, quick: list[RawEngine], asking: list[Asking]) -> bool:
+def _take_turns(world: World, quick: list[Engine], asking: list[tuple[Engine, Wish]]) -> bool:
     presses = int(world.loop.now / TURN_S) % TURNS_A_PRESS == 0
     for engine in quick if presses else ():
         if _is_there(world, engine):
-            _press(engine)
-    for each in asking:
-        if _is_there(world, each.engine):
-            each.ask()
+            engine.press()
+    for engine, wish in asking:
+        if _is_there(world, engine):
+            wish.ask()
     return False
 
 
-def _is_there(world: World, engine: RawEngine) -> bool:
+def _is_there(world: World, engine: Engine) -> bool:
     engine.is_plain = True
     if engine.daemon is world.daemon:
         engine.look()
@@ -98,59 +97,6 @@ def _is_there(world: World, engine: RawEngine) -> bool:
         engine.connect(world.daemon)
         return False
     return True
-
-
-def _press(engine: RawEngine) -> None:
-    """Store on and on, so that the others have to be served beside it."""
-    for group in range(len(engine.model.widths)):
-        engine.pressed += 1
-        chain = 2_000_000 + hash_of(engine.name) * 1_000 + engine.pressed
-        keys = [key_of(chain, 10 + place, "") for place in range(LONGEST)]
-        context = ev.RequestContext(RequestId("press"))
-        engine.start_job(JobKind.STORE, group, keys, context)
-
-
-class Asking:
-    """One engine that wants a block of its own stored and loaded in each group."""
-
-    def __init__(self, engine: RawEngine) -> None:
-        self.engine = engine
-        self._left = list(range(len(engine.model.widths)))
-        self._loads = 0
-        self._job = 0
-        self._is_loading = False
-
-    @property
-    def is_served(self) -> bool:
-        return not self._left
-
-    def ask(self) -> None:
-        """Go on with the first group of which nothing was loaded."""
-        engine = self.engine
-        if self._job in engine.jobs:
-            return
-        if self._is_loading and engine.loads_done > self._loads:
-            self._left.pop(0)
-        self._is_loading = False
-        if not self._left:
-            return
-        keys = [key_of(1_000_000 + hash_of(engine.name), 10 + self._left[0], "")]
-        context = ev.RequestContext(RequestId("plain"))
-        query = ev.Query(context, self._left[0], batch(keys), LeaseMode.ALL)
-        (answer,) = engine.call(ev.LookupRequested(engine.session_id, (query,)))
-        self._is_loading = answer.lease is not None
-        self._loads = engine.loads_done
-        kind = JobKind.LOAD if self._is_loading else JobKind.STORE
-        engine.start_job(kind, self._left[0], keys, context)
-        self._job = engine.last_job
-        if answer.lease is not None:
-            engine.call(ev.LeasesReleased(engine.session_id, (answer.lease,)))
-
-    def told(self) -> str:
-        """For whoever asks why it is not served."""
-        engine = self.engine
-        ranks = f"{len(engine.movers)} of {len(engine.model.ranks)} ranks"
-        return f"session {engine.session}, ready {engine.is_ready}, {ranks}, groups {self._left}"
 
 
 # -- nothing stays behind -------------------------------------------------------------------------

@@ -6,21 +6,19 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from kvd.core.errors import KvdError
-from kvd.core.events import JobStatus
 from kvd_proto.v1 import worker_pb2
 from tests.simulation.whole.bytes import RankBytes
 from tests.simulation.whole.daemon import Call
-from tests.simulation.whole.drawn import BLOCKS
 
 if TYPE_CHECKING:
-    from tests.simulation.whole.engine import RawEngine
+    from tests.simulation.whole.ranks import Engine
     from tests.simulation.whole.world import World
 
 WITHDRAWN_S = 0.5  # after its process's end nothing is copied into a memory
 UNREGISTERED_S = 3.0  # an answer takes no longer: no mover outlives a kill by more than moments
 
 
-def withdraw_soon(engine: RawEngine, memory: RankBytes) -> None:
+def withdraw_soon(engine: Engine, memory: RankBytes) -> None:
     """Its process has ended: nobody reads what a late copy leaves there, and soon none comes."""
     loop, daemon, jumps = engine.loop, engine.daemon, engine.loop.jumps
 
@@ -30,7 +28,7 @@ def withdraw_soon(engine: RawEngine, memory: RankBytes) -> None:
     loop.outside(WITHDRAWN_S, withdraw)
 
 
-def die(engine: RawEngine, rank: int) -> None:
+def die(engine: Engine, rank: int) -> None:
     """The process ends; its scheduler hears of it, and gives up what the rank had to do."""
     call = engine.registering.pop(rank, None)
     if call is not None:
@@ -42,17 +40,15 @@ def die(engine: RawEngine, rank: int) -> None:
         peer.end()
 
 
-def _other_memory(engine: RawEngine, rank: int) -> RankBytes:
+def _other_memory(engine: Engine, rank: int) -> RankBytes:
     """The rank's jobs have failed, and it begins with other memory; what it had until now."""
     before = engine.memory[rank]
-    engine.memory[rank] = RankBytes(len(engine.model.widths), BLOCKS)
-    for number, job in list(engine.jobs.items()):
-        if rank in job.waiting:
-            engine.acknowledge(number, rank, JobStatus.FAILED)
+    engine.memory[rank] = engine.new_memory()
+    engine.rank_has_failed(rank)
     return before
 
 
-def unregister(world: World, engine: RawEngine, rank: int) -> None:
+def unregister(world: World, engine: Engine, rank: int) -> None:
     """I4: once that is answered nothing is copied into the rank's memory."""
     daemon, jumps, peer = world.daemon, world.loop.jumps, engine.workers[rank]
     if peer is None or engine.daemon is not daemon:

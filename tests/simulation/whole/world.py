@@ -38,6 +38,7 @@ from tests.simulation.whole.hazards import Hazards, PowerCut
 from tests.simulation.whole.ledger import Ledger
 from tests.simulation.whole.loop import SimLoop
 from tests.simulation.whole.movers import SimMover, Surroundings, Temper
+from tests.simulation.whole.ranks import Engine
 from tests.simulation.whole.settling import settle
 from tests.simulation.whole.tiers import SimStore, SimTiers, TierTemper
 from tests.simulation.whole.watched import CheckedMachine
@@ -123,7 +124,7 @@ class World:
             self.pool,
             self.meanings,
         )
-        self.engines: list[RawEngine] = []
+        self.engines: list[Engine] = []
         self.ledger = Ledger()
         self.restarts = 0
         self.jumped_s = -1000.0
@@ -374,7 +375,7 @@ class World:
     def _mischief(self) -> None:
         mischief.do_one(self)
 
-    def namespace_of(self, engine: RawEngine) -> Any:
+    def namespace_of(self, engine: Engine) -> Any:
         """Of the engine's session; None without one."""
         record = self.daemon.driver.sessions.get(engine.session) if engine.session else None
         return None if record is None else record.namespace
