@@ -121,9 +121,7 @@ class PagedEngine:
         for _ in range(steps):
             if len(self.sequences) < 5 and self.source.random() < 0.4:
                 self._arrive()
-            self._preempt()
-            self._admit()
-            self._step()
+            self.take_step()
         for name in [*self.sequences]:
             if not self.sequences[name].loading:
                 self._finish(name)
@@ -132,11 +130,20 @@ class PagedEngine:
             assert self.side.clock() < deadline, "work stays pending"
             self._step()
 
+    def take_step(self) -> None:
+        self._preempt()
+        self._admit()
+        self._step()
+
     def _arrive(self) -> None:
         base = self.source.choice(self.bases)
         tokens = base[: self.source.randrange(5, 40)] + self._random_tokens(
             self.source.randrange(1, 5)
         )
+        self.arrive_with(tokens)
+
+    def arrive_with(self, tokens: list[int]) -> str:
+        """A request of this prompt; its name."""
         name = f"r{self.arrived}"
         self.arrived += 1
         most = len(tokens) + self.source.randrange(1, 30)
@@ -144,6 +151,7 @@ class PagedEngine:
         self.extend(hashes, tokens)
         self.sequences[name] = Sequence(name, tokens, most, len(tokens), hashes)
         self.scheduler.on_new_request(name, len(tokens), hashes)
+        return name
 
     def _preempt(self) -> None:
         running = [s for s in self.sequences.values() if s.runs]
@@ -207,7 +215,7 @@ class PagedEngine:
                 continue
             if min(map(len, self.free)) < 25:
                 return
-            found = self.scheduler.get_num_new_matched_tokens(sequence.name, 0)
+            found = self._matched(sequence.name)
             if found is None:
                 continue
             assert found < len(sequence.tokens), "nothing is left to compute"
@@ -218,6 +226,9 @@ class PagedEngine:
             self.scheduler.update_state_after_alloc(sequence.name, sequence.tables, found)
             sequence.loading = found
             sequence.runs = not found
+
+    def _matched(self, name: str) -> int | None:
+        return self.scheduler.get_num_new_matched_tokens(name, 0)
 
     def _step(self) -> None:
         scheduled, work = [], []
@@ -328,6 +339,9 @@ class PagedEngine:
         else:
             self._release(sequence)
 
+    def _has_loaded(self, name: str) -> None:
+        """Its load is done."""
+
     def _take_outcome(self, report: WorkerReport) -> None:
         outcome = self.scheduler.update_from_workers([report])
         for name in (*outcome.finished_loads, *outcome.failed_loads):
@@ -339,6 +353,7 @@ class PagedEngine:
             sequence.runs = True
             if name in outcome.finished_loads:
                 self.tokens_loaded += sequence.computed
+                self._has_loaded(name)
             else:
                 self._take_blocks_back(sequence)
         for name in [*self.sequences]:

@@ -75,6 +75,9 @@ def _store_first(world: World, engine: Engine) -> None:
 
 def worker_dies(world: World, engine: Engine) -> None:
     """One rank's process; the scheduler and the other ranks live."""
+    if not engine.has_mortal_ranks:
+        engine_dies(world, engine)
+        return
     rank = world.random.randrange(len(engine.model.ranks))
     mover = engine.movers.get(rank)
     if mover is not None:
@@ -85,7 +88,7 @@ def worker_dies(world: World, engine: Engine) -> None:
 
 def worker_unregisters(world: World, engine: Engine) -> None:
     """One rank takes its memory back, and comes again."""
-    if engine.movers:
+    if engine.movers and engine.has_mortal_ranks:
         worker_life.unregister(world, engine, world.random.choice(list(engine.movers)))
 
 

@@ -12,8 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Container
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,12 @@ from kvd.pool.config import PoolError
 from kvd.runtime import tiers as runtime_tiers
 from kvd.tiers.keeper import TierKeeper
 from kvd_proto.v1 import engine_pb2 as pb
+from tests.simulation.whole import client, mischief, pieces, rot
 from tests.simulation.whole import hazards as hazards_
-from tests.simulation.whole import mischief, pieces, rot
 from tests.simulation.whole.bytes import Meanings, PoolBytes
+from tests.simulation.whole.client import ClientEngine
+from tests.simulation.whole.client_link import Links
+from tests.simulation.whole.client_threads import Threads
 from tests.simulation.whole.daemon import Settings, SimDaemon
 from tests.simulation.whole.drawn import HASH_BYTES, Found, Model
 from tests.simulation.whole.engine import RawEngine
@@ -44,6 +47,7 @@ from tests.simulation.whole.tiers import SimStore, SimTiers, TierTemper
 from tests.simulation.whole.watched import CheckedMachine
 
 EXTENT_BYTES = 65536
+CLIENTS_IN = 1  # of four worlds, by seed
 _TIERS = (0, 1, 2, 0)  # of worlds by seed: eight in a row have one of each kind
 
 
@@ -88,16 +92,32 @@ class Journal:
 
 
 class Watched(logging.Handler):
-    """An error that the daemon only logs: nobody waits for what failed there."""
+    """An error that daemon or client only log: nobody waits for what failed there."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, PowerCut) and error is not None:
             self._world.broken(error)
+
+
+@contextmanager
+def _log_watched(name: str, level: int, watched: Watched) -> Iterator[None]:
+    """Within, what is logged there from that level on comes to `watched` alone."""
+    log = logging.getLogger(name)
+    before, propagates = log.level, log.propagate
+    log.setLevel(level)
+    log.propagate = False
+    log.addHandler(watched)
+    try:
+        yield
+    finally:
+        log.removeHandler(watched)
+        log.propagate = propagates
+        log.setLevel(before)
 
 
 class World:
@@ -130,22 +150,24 @@ class World:
         self.jumped_s = -1000.0
         self.epoch = 0
         self._pids = itertools.count()
+        self.threads = Threads(self.loop, self.pass_time)
+        self.links = Links(self.threads)
 
     # -- the whole run ------------------------------------------------------------------------
 
     def run(self) -> World:
         """Live, settle, and be served; SimFailure with all that is known of what went wrong."""
         self.directory = Path(tempfile.mkdtemp(prefix="kvd-sim-", dir="/dev/shm"))
-        kvd_log = logging.getLogger("kvd")
-        level, watched = kvd_log.level, Watched(self)
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.loop)
                 stack.enter_context(hazards_.in_force(self.hazards, self.loop.as_time_module()))
-                kvd_log.setLevel(logging.ERROR)
-                kvd_log.addHandler(watched)
-                propagate, kvd_log.propagate = kvd_log.propagate, False
-                stack.callback(setattr, kvd_log, "propagate", propagate)
+                watched = Watched(self)
+                stack.enter_context(_log_watched("kvd", logging.ERROR, watched))
+                # The client warns of an error that nobody expects, and goes on.
+                stack.enter_context(_log_watched("kvd_client", logging.WARNING, watched))
+                stack.enter_context(client.in_force(self.threads, self.links))
+                stack.callback(self.threads.end_all)
                 self._draw()
                 keeper = partial(TierKeeper, launch=self.tiers.launch)
                 keepers = (runtime_tiers, "TierKeeper", keeper)
@@ -155,8 +177,6 @@ class World:
                 self.loop.is_busy = lambda: self.random.random() < busy
                 self._live_and_settle()
         finally:
-            kvd_log.removeHandler(watched)
-            kvd_log.setLevel(level)
             self._close_registries()
             shutil.rmtree(self.directory)
         return self
@@ -241,6 +261,25 @@ class World:
                     is_eager=random.random() < 0.5,
                 )
             )
+
+        for number in range(1 + self.seed // 4 % 2 if self.seed % 4 == CLIENTS_IN else 0):
+            self.engines.append(self._client(number))
+
+    def _client(self, number: int) -> ClientEngine:
+        """Two of a world have one model, so that they meet in its blocks."""
+        groups = client.MODELS[self.seed // 8 % len(client.MODELS)]
+        return ClientEngine(
+            f"client{number}",
+            client.model_of("served", "red", 101, groups),
+            self.loop,
+            self.random,
+            self.meanings,
+            self.note,
+            groups=groups,
+            options=client.OPTIONS[self.seed // 16 % len(client.OPTIONS)],
+            threads=self.threads,
+            links=self.links,
+        )
 
     def _model(self, number: int) -> Model:
         random = self.random
@@ -371,6 +410,15 @@ class World:
             self.loop.run_for(self.random.random() * 0.2)
         else:
             self.loop.run_for(self.random.choice([1.0, 3.0, 10.0, 40.0]))
+
+    def pass_time(self, seconds: float, ready: Callable[[], bool]) -> None:
+        """An engine waits: what befalls the daemon meanwhile is no exception of the engine's."""
+        end = self.loop.now + seconds
+        while self.loop.now < end and not ready():
+            try:
+                self.loop.run_until(end, ready)
+            except PowerCut:
+                self.restart()
 
     def _mischief(self) -> None:
         mischief.do_one(self)

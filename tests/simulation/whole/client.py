@@ -1,0 +1,396 @@
+"""An engine over the real client: its scheduler side, its connection and its worker side.
+
+Its blocks are handled as carelessly as `PagedEngine` handles them, over a daemon that is killed,
+stalled and cut off. Modelled are sockets, gRPC and the thread that keeps a rank registered.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvd.core.keys import SessionId
+from kvd_client import (
+    EngineIdentity,
+    Group,
+    GroupKind,
+    NamespaceFields,
+    SchedulerConnection,
+    SchedulerOptions,
+    StepPlan,
+    StoreMode,
+    Worker,
+    WorkerReport,
+    backoff,
+    connection,
+)
+from kvd_client.draft import StepDraft
+from kvd_client.worker import jobs as worker_jobs
+from kvd_client.worker import worker as worker_module
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from tests.client.paged_engine import BLOCKS, PagedEngine, Tokens
+from tests.simulation.whole.bytes import RankBytes
+from tests.simulation.whole.client_link import Links
+from tests.simulation.whole.client_threads import Queue, Threads
+from tests.simulation.whole.daemon import Stream
+from tests.simulation.whole.drawn import HASH_BYTES, Model, hash_of
+from tests.simulation.whole.hazards import replaced
+from tests.simulation.whole.loop import SimLoop
+from tests.simulation.whole.movers import SimMover, SimRegistration
+from tests.simulation.whole.ranks import Engine, Wish
+
+STEP_S = 0.002
+BYTES = 4096  # of an engine block of each group
+LONGEST_STEP_S = 15.0  # whatever the daemon does: flushes of stores, then of loads
+DEFERRED_S, DEFERRED_ASKS = 40.0, 200  # a request is computed then, at the latest
+LOADING_S, LOADING_STEPS = 100.0, 50  # a load has ended then, at the latest
+DRAINED_S = 100.0
+FULL = Group(tokens_per_block=4, shard_bytes=(BYTES,))
+WIDE = Group(tokens_per_block=8, shard_bytes=(BYTES,), blocks_per_block=2)
+WINDOW = replace(FULL, kind=GroupKind.SLIDING_WINDOW, sliding_window_tokens=7)
+DRAFTER = replace(FULL, drafter=True)
+MODELS = [(FULL,), (WIDE,), (FULL, WINDOW), (WIDE, WINDOW), (FULL, DRAFTER)]
+OPTIONS = [
+    SchedulerOptions(),
+    SchedulerOptions(store_mode=StoreMode.LAZY),
+    SchedulerOptions(retention_tokens=16, share_loads=False),
+]
+
+
+class Device:
+    """The rank's memory, with a label for each token."""
+
+    def __init__(self, memory: RankBytes) -> None:
+        self._memory = memory
+
+    def write(self, group: int, block: int, offset: int, label: object) -> None:
+        held = self._memory.read(group, block)
+        self._memory.write(
+            group, block, {**(held if isinstance(held, dict) else {}), offset: label}
+        )
+
+    def holds(self, group: int, block: int, offset: int, label: object) -> bool:
+        held = self._memory.read(group, block)
+        return isinstance(held, dict) and held.get(offset) == label
+
+
+class SimRegistrar:
+    """In the place of kvd_client's Registrar: the engine tells it who its mover is."""
+
+    def __init__(self, *_place: object) -> None:
+        self.problem = ""
+        self.lost: list[Any] = []  # drained and closed by the worker
+        self.current: SimRegistration | None = None
+
+    def awaited(self, _timeout_s: float) -> SimRegistration | None:
+        return self.current
+
+    def take(self, registration: SimRegistration | None) -> None:
+        if self.current is not None:
+            self.lost.append(self.current)
+        self.current = registration
+
+    def end_mover(self, _timeout_s: float) -> bool:
+        if self.current is not None:
+            self.current.kill()
+        return True
+
+
+class WatchedConnection(SchedulerConnection):
+    """Tells the rank's memory which loads it waits for."""
+
+    memory: RankBytes
+
+    def send_step(self, step: StepDraft) -> bool:
+        for job in step.loads:
+            for run in job.runs:
+                waits = self.memory.loading[run.group]
+                blocks = [int(block) for block in run.engine_blocks]
+                waits.update((b, job.job_id) for b in blocks if b != NULL_ENGINE_BLOCK)
+        return super().send_step(step)
+
+
+@dataclass
+class ClientSide:
+    """The client as `PagedEngine` meets it."""
+
+    loop: SimLoop
+    connection: WatchedConnection
+    worker: Worker
+    device: Device
+    memory: RankBytes
+
+    def clock(self) -> float:
+        return self.loop.now
+
+    def start_step(self, plan: StepPlan) -> None:
+        self.worker.start_step(plan)
+
+    def finish_step(self, plan: StepPlan) -> WorkerReport:
+        self.worker.finish_step(plan)
+        report = self.worker.get_finished()
+        ended = {job.job_id for job in report.ended}
+        for waits in self.memory.loading:
+            for block in [block for block, job in waits.items() if job in ended]:
+                del waits[block]
+        return report
+
+
+class CarelessEngine(PagedEngine):
+    """One life of the engine's processes. Its KV depends on its epoch, too: a reset changes it."""
+
+    def __init__(self, side: ClientSide, options: SchedulerOptions, seed: int) -> None:
+        super().__init__(side, options, seed, speculates=seed % 2 == 1)
+        self.version = ""
+        self.arrives = True
+        self.loaded: set[str] = set()
+        self._deferred: dict[str, tuple[float, int]] = {}
+        self._loading: dict[str, tuple[float, int]] = {}
+        common = random.Random(7)  # engines of one model have prompts in common
+        self.bases = [[common.randrange(3) for _ in range(40)] for _ in range(2)]
+
+    def label(self, group: Group, tokens: list[int], at: int) -> Tokens:
+        return (hash_of(self.version), *super().label(group, tokens, at))
+
+    def turn(self) -> None:
+        """One step; what it has waited for too long is an AssertionError."""
+        began = self.side.clock()
+        if self.arrives and len(self.sequences) < 5 and self.source.random() < 0.4:
+            self._arrive()
+        self.take_step()
+        took = self.side.clock() - began
+        assert took < LONGEST_STEP_S, f"a step takes {took:.1f} s (I6)"
+
+    def _matched(self, name: str) -> int | None:
+        found = super()._matched(name)
+        if found is not None:
+            self._deferred.pop(name, None)
+            return found
+        since, asks = self._deferred.get(name, (self.side.clock(), 0))
+        self._deferred[name] = since, asks + 1
+        waited = self.side.clock() - since
+        assert waited < DEFERRED_S or asks < DEFERRED_ASKS, f"{name} is deferred for {waited:.0f} s"
+        return None
+
+    def _take_outcome(self, report: WorkerReport) -> None:
+        super()._take_outcome(report)
+        loading = {s.name for s in [*self.sequences.values(), *self.held.values()] if s.loading}
+        self._loading = {n: each for n, each in self._loading.items() if n in loading}
+        for name in loading:
+            since, steps = self._loading.get(name, (self.side.clock(), 0))
+            self._loading[name] = since, steps + 1
+            waited = self.side.clock() - since
+            assert waited < LOADING_S or steps < LOADING_STEPS, f"{name} loads for {waited:.0f} s"
+
+    def _has_loaded(self, name: str) -> None:
+        self.loaded.add(name)
+
+    def reset(self, version: str) -> None:
+        """As where weights change: nothing that was computed before is of use any more."""
+        for sequence in list(self.sequences.values()):
+            if sequence.runs:
+                self._take_blocks_back(sequence)
+        self.version = version
+        self.scheduler.reset_cache()
+
+    def end_all(self) -> None:
+        self.arrives = False
+        for name in [*self.sequences]:
+            if not self.sequences[name].loading:
+                self._finish(name)
+
+
+@dataclass(eq=False)
+class ClientEngine(Engine):
+    """Its scheduler and its one rank are the client's own; `links` is how they find the daemon."""
+
+    groups: tuple[Group, ...] = MODELS[0]
+    options: SchedulerOptions = OPTIONS[0]
+    threads: Threads = field(kw_only=True)
+    links: Links = field(kw_only=True)
+
+    blocks = BLOCKS
+    has_mortal_ranks = False
+
+    # -- its life -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The processes begin: new memory, nothing known."""
+        super().start()
+        self.links.daemon_of[self.name] = lambda: self.daemon
+        self.links.uid_of[self.name] = self.model.uid
+        self.links.calls.pop(self.name, None)
+        identity = EngineIdentity(self.name, self.boot_nonce)
+        self.threads.process = self.name
+        (memory,) = self.memory
+        link = WatchedConnection(self.name, identity, namespace_of(self.model, self.groups))
+        link.memory = memory
+        worker = Worker(self.name, identity)
+        self.registrar = SimRegistrar()
+        worker._registrar = self.registrar  # type: ignore[assignment]
+        side = ClientSide(self.loop, link, worker, Device(memory), memory)
+        self.side = side
+        self.careless = CarelessEngine(side, self.options, hash_of(self.name) + self.starts)
+        self.pressed = 0
+
+    def die(self) -> None:
+        self.threads.end(self.name)
+        super().die()
+        self.daemon = None  # its next life has yet to be told where it is
+
+    @property
+    def session(self) -> SessionId | None:
+        held = self.side.connection._session
+        return None if held is None else SessionId(held.session_id)
+
+    @property
+    def stream(self) -> Stream | None:
+        call = self.links.calls.get(self.name)
+        return None if call is None else call.stream
+
+    @property
+    def usable(self) -> bool:
+        return (
+            self.side.connection.session is not None
+            and bool(self.movers)
+            and self.daemon is not None
+            and not self.daemon.is_gone
+        )
+
+    def open_session(self) -> None:
+        """The connection's own thread does."""
+
+    def forget_session(self) -> None:
+        """Its processes end, or the daemon's has: the stream breaks."""
+        self.lose_stream()
+
+    def lose_stream(self) -> None:
+        if self.stream is not None:
+            self.stream.cut()
+
+    def lose_daemon(self) -> None:
+        self.lose_stream()
+        super().lose_daemon()
+        self.registrar.take(None)
+
+    def rank_is_here(self, rank: int, mover: SimMover) -> None:
+        self.registrar.take(SimRegistration(int(mover.mover), mover, self.loop))
+
+    def rank_has_failed(self, rank: int) -> None:
+        raise AssertionError("its ranks don't die alone")
+
+    # -- what it does -------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """A mover that has ended is let go of; the worker takes its last words."""
+        for rank, mover in list(self.movers.items()):
+            if not mover.is_alive:
+                del self.movers[rank]
+                self.registrar.take(None)
+
+    def act(self) -> None:
+        """One step, whether there is a daemon or none."""
+        self.look()
+        if self.daemon is not None and not self.daemon.is_gone:
+            self.connect(self.daemon)
+        self.threads.process = self.name
+        before = self.careless.tokens_loaded
+        self.careless.turn()
+        self.loads_done += self.careless.tokens_loaded > before
+
+    def store(self) -> None:
+        self.act()
+
+    def session_epoch(self, epoch: str) -> None:
+        self.careless.reset(epoch)
+
+    def press(self) -> None:
+        if len(self.careless.sequences) < 4:
+            self.pressed += 1
+            self.careless.arrive_with(self._prompt(self.pressed))
+        self.act()
+
+    def _prompt(self, number: int) -> list[int]:
+        drawn = random.Random(f"{self.name} {self.starts} {number}")
+        return [drawn.randrange(3) for _ in range(33)]
+
+    def wish(self) -> Wish:
+        return ClientWish(self)
+
+    def leave(self) -> None:
+        """All requests end; nothing stays in the client."""
+        careless = self.careless
+        deadline = self.loop.now + DRAINED_S
+        while careless.sequences or careless.held or careless.scheduler.has_pending_work():
+            assert self.loop.now < deadline, "the client's work stays pending"
+            careless.end_all()
+            self.act()
+            self.loop.run_for(STEP_S * 10)
+        scheduler, worker = careless.scheduler, self.side.worker
+        assert not len(scheduler._jobs), "a job of the client's never ended"
+        assert not scheduler._requests, "a request of the client's stays"
+        assert not worker._jobs._open, "a rank's job never ended"
+        lookups = self.side.connection._lookups
+        assert not lookups._answers, "an answer of a lookup is kept for nobody"
+
+
+class ClientWish(Wish):
+    """A prompt of its own is computed, stored, and then loaded."""
+
+    def __init__(self, engine: ClientEngine) -> None:
+        self._engine = engine
+        self._name = ""
+
+    @property
+    def is_served(self) -> bool:
+        return self._name in self._engine.careless.loaded
+
+    def ask(self) -> None:
+        careless = self._engine.careless
+        careless.arrives = False
+        if not self.is_served and self._name not in careless.sequences:
+            self._name = careless.arrive_with(self._engine._prompt(0))
+        self._engine.act()
+
+    def told(self) -> str:
+        side = self._engine.side
+        return f"{side.connection.problem or 'connected'}, movers {len(self._engine.movers)}"
+
+
+def namespace_of(model: Model, groups: tuple[Group, ...]) -> NamespaceFields:
+    return NamespaceFields(
+        tenant=model.tenant,
+        model=model.name,
+        kv_dtype="bf16",
+        hash_algorithm="sha256",
+        hash_bytes=HASH_BYTES,
+        groups=groups,
+    )
+
+
+def model_of(name: str, tenant: str, uid: int, groups: tuple[Group, ...]) -> Model:
+    """What the simulation must know of such a namespace."""
+    widths = tuple(group.blocks_per_block for group in groups)
+    sizes = tuple(group.shard_bytes[0] for group in groups)
+    unsaid: Any = None
+    model = Model(name, tenant, uid, unsaid, widths, sizes, 1, (0,))
+    return replace(model, fields=namespace_of(model, groups).to_proto())
+
+
+def in_force(threads: Threads, links: Links) -> AbstractContextManager[None]:
+    """Within, what the client asks of time, threads and sockets is the simulation's."""
+    time, drawn = threads.as_time(), random.Random(threads.loop.now)
+    return replaced(
+        [
+            (connection, "threading", threads.as_threading()),
+            (connection, "time", time),
+            (connection, "SimpleQueue", lambda: Queue(threads)),
+            (connection, "greeted", links.greeted),
+            (backoff, "time", time),
+            (backoff, "random", drawn),
+            (worker_module, "time", time),
+            (worker_jobs, "time", time),
+        ]
+    )
