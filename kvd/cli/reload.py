@@ -56,7 +56,7 @@ class Reloader:
         """Bring the settings in force up to date. What can't be read changes nothing.
 
         The log says what came of it, and `systemctl status`. Nobody waits for thousands of tenants:
-        they are read by a thread, and their quotas are set a few at a time.
+        they are read by a thread, quotas are set a few at a time, and sessions end one by one.
         """
         before = self.config
         try:
@@ -114,11 +114,10 @@ class Reloader:
         common = control.common
         common.terms = replace(common.terms, sessions_per_user=config.sessions_per_user)
         control.tenants.replace(config.tenants, config.operators, root=config.root_operates)
-        for session in common.end_other_tenants():
-            audit.note("reload", None, session_ended=session)
+        pace = Pace(control.driver.turns, "reload")
+        await common.end_other_tenants(pace)
         old = {rule.tenant: rule.quota_bytes for rule in before.tenants}
         new = {rule.tenant: rule.quota_bytes for rule in config.tenants}
-        pace = Pace(control.driver.turns, "reload")
         for tenant in old | new:
             quota, named = new.get(tenant, 0), tenant in new
             if quota != old.get(tenant, 0) or named != (tenant in old):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvd.control import convert
+from kvd.control import audit, convert
 from kvd.control.access import descriptors
 from kvd.control.access.peers import Context, Peer
 from kvd.control.access.tenants import TenantPolicy
@@ -35,7 +35,7 @@ from kvd.core.spec import NamespaceSpec
 from kvd.runtime.driver import Driver
 from kvd.runtime.recorder import Recorder
 from kvd.runtime.told_lookups import ToldLookups
-from kvd.runtime.turns import EndsInTurn
+from kvd.runtime.turns import UNITS_AT_ONCE, EndsInTurn, Pace
 from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -253,18 +253,24 @@ class SessionContext:
         self.count_refusal: Callable[[str], None] = lambda _reason: None
         self.time_message: Callable[[str, float], None] = lambda _kind, _seconds: None
 
-    def end_other_tenants(self) -> list[int]:
-        """End the sessions whose users have lost their tenant; which these were."""
+    async def end_other_tenants(self, pace: Pace) -> None:
+        """End the sessions whose users have lost their tenant, one after the other.
+
+        Each takes some tenths of a millisecond, and there may be a thousand.
+        """
         lost = [
             live
             for live in self.sessions.by_id.values()
             if not self.tenants.belongs(live.peer, live.spec.tenant)
         ]
         for live in lost:
+            await pace.spend(UNITS_AT_ONCE)
+            if live.id not in self.sessions.by_id:
+                continue  # it ended by itself
             sink = self.driver.sessions[live.id].sink
             assert isinstance(sink, SchedulerSession), "it is ours"
             sink.end(f"uid {live.peer.uid} is tenant {live.spec.tenant} no more")
-        return [live.id for live in lost]
+            audit.note("reload", None, session_ended=live.id)
 
     def _tell_recording(self, is_on: bool) -> None:
         for record in self.driver.sessions.values():
