@@ -9,12 +9,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvd.config.tenant_rule import TenantRule
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.sessions.session import SchedulerSession, SessionContext, SessionTerms
 from kvd.control.sessions.verbs import LiveSession
+from kvd.core.errors import Draining, KvdError, LimitExceeded, PermissionDenied
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue, Pace
+from kvd_proto.v1 import engine_pb2
+from tests.control.daemon_rig import identity, namespace
 from tests.control.live_session import SPEC
 
 UID = 4242
@@ -92,3 +97,39 @@ async def test_sessions_that_lost_their_tenant_end_one_by_one_and_others_get_on(
     assert ended == list(range(19))
     assert max(b - a for a, b in itertools.pairwise(seen)) == 1
     assert others >= 18 * TURNS_BETWEEN_PIECES
+
+
+def lose_tenant(common: SessionContext) -> None:
+    common.tenants = policy("new")
+
+
+def have_another(common: SessionContext) -> None:
+    common.sessions.by_id[SessionId(1)] = live(1)
+
+
+def drain(common: SessionContext) -> None:
+    common.draining = True
+
+
+@pytest.mark.parametrize(
+    ("happens", "refusal"),
+    [(lose_tenant, PermissionDenied), (have_another, LimitExceeded), (drain, Draining)],
+)
+async def test_what_happened_while_a_session_waited_counts_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[SessionContext], None],
+    refusal: type[KvdError],
+) -> None:
+    engines = LateEngines()
+    common = context(engines)
+    opened: list[object] = []
+    monkeypatch.setattr(common, "_admit", lambda *said: opened.append(said))
+    message = engine_pb2.OpenSession(
+        identity=identity(), namespace=namespace(), world_size=1, epoch=""
+    )
+    await common._open(message, peer())
+    assert len(opened) == 1
+    engines.meanwhile = lambda: happens(common)
+    with pytest.raises(refusal):
+        await common._open(message, peer())
+    assert len(opened) == 1
