@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from kvd.core import events as ev
 from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import SessionId
-from kvd.runtime.batching import PIECE_TOLD
+from kvd.runtime.batching import PIECE_KEYS, PIECE_TOLD
 from kvd.runtime.recorder import Recorder
 from kvd.runtime.told_lookups import ToldLookups
 from kvd.runtime.turns import FairQueue
@@ -120,6 +120,41 @@ async def test_others_get_on_while_a_step_tells_of_many_requests() -> None:
     assert (one, two) == ("others", "others")
     told = [each.request for piece in (first, second, rest) for each in piece.requests]
     assert told == [f"r{n}" for n in range(2 * PIECE_TOLD + 1)]
+
+
+async def events_between_others(step: pb.Step) -> list[int]:
+    """How many events of the step came in one go, before others got on or the step was over."""
+    driver: Any = ListeningDriver()
+    between = [0]
+
+    class Counting(FairQueue):
+        async def let_others_in(self, user: Hashable = None) -> None:
+            if driver.events:  # else the step is still being read
+                between.append(0)
+                between[-2], driver.events = len(driver.events), []
+            await super().let_others_in(user)
+
+    driver.turns = Counting()
+    step.sequence = 1
+    await verbs(driver).step(live_session(), step)
+    between[-1] = len(driver.events)
+    return between
+
+
+def touch_of(keys: int) -> pb.Touch:
+    run = common_pb2.KeyRun(hashes=hashes(*range(keys)))
+    return pb.Touch(context=common_pb2.ReqContext(request_id="r"), runs=[run])
+
+
+async def test_others_get_on_after_some_small_touches_and_loads_and_not_after_each() -> None:
+    touches = await events_between_others(pb.Step(touches=[touch_of(1) for _ in range(32)]))
+    assert touches == [8, 8, 8, 8, 0]
+    loads = await events_between_others(
+        pb.Step(loads=[load_job(n, [n], [0]) for n in range(1, 10)])
+    )
+    assert loads == [3, 3, 3, 0]
+    large = await events_between_others(pb.Step(touches=[touch_of(2 * PIECE_KEYS)] * 2))
+    assert max(large) <= 2
 
 
 async def test_others_get_on_while_requests_end_that_held_much() -> None:

@@ -42,6 +42,12 @@ from kvd_proto.v1 import engine_pb2 as pb
 REMEMBERED_ANSWERS = 64  # of each session, for messages that are sent again
 REMEMBERED_BYTES = 256 * 1024  # of those, encoded; the last one may pass it
 
+# Of a pace: a touch and a load, whatever their size, and keys that take as long as a unit. To let
+# others in costs as much as a small touch, so it is done after some of them.
+TOUCH_UNITS = 8
+LOAD_UNITS = 22
+KEYS_A_UNIT = 8
+
 MutatingAnswer = pb.StepReply | pb.EpochOpened
 Apply = Callable[[], Awaitable[MutatingAnswer]]
 
@@ -302,12 +308,14 @@ class Verbs:
             driver.call(ev.RequestsTold(live.id, told, live.engine_id))
             if len(told) == PIECE_TOLD:
                 await driver.let_others_in(live.id)
+        pace = self._pace(live)
         for touch in parts.touches:
-            await self._touch(touch)
+            await self._touch(touch, pace)
         reply = pb.StepReply(sequence=sequence)
         used: set[int] = set()
         for load in parts.loads:
-            reply.verdicts.append(await self._begin(live, load, used))
+            reply.verdicts.append(self._begin_load(live, load, used))
+            await pace.spend(LOAD_UNITS + sum(len(run.keys) for run in load.runs) // KEYS_A_UNIT)
         for stores in stores_together(parts.stores):
             reply.verdicts.extend(await self._begin_stores(live, stores, used))
         live.last_job = max(live.last_job, *used, 0)
@@ -333,12 +341,12 @@ class Verbs:
         if len(piece) == PIECE_IDS:
             await self._driver.let_others_in(live.id)
 
-    async def _touch(self, touch: ev.Touched) -> None:
+    async def _touch(self, touch: ev.Touched, pace: Pace) -> None:
         for start in range(0, len(touch.keys), PIECE_KEYS):
             keys = touch.keys[start : start + PIECE_KEYS]
             first = touch.first_block + start
             self._driver.call(replace(touch, keys=keys, first_block=first))
-            await self._driver.let_others_in(touch.session)
+            await pace.spend(TOUCH_UNITS + len(keys) // KEYS_A_UNIT)
 
     async def _hand_off(self, hand_off: ev.HandOffRequested) -> None:
         for start in range(0, len(hand_off.keys), PIECE_KEYS):
@@ -371,29 +379,38 @@ class Verbs:
         return [
             convert.verdict_message(said[store.job])
             if store.job in said
-            else await self._begin(live, store, used)
+            else await self._begin_store(live, store, used)
             for store in stores
         ]
 
-    async def _begin(
-        self, live: LiveSession, job: ev.StoreRequested | ev.LoadRequested, used: set[int]
+    def _begin_load(
+        self, live: LiveSession, load: ev.LoadRequested, used: set[int]
     ) -> pb.JobVerdict:
-        # A job that clashes with the session's state is refused alone, so that the rest of an
-        # ordered, half-applied step is not lost with it.
-        kind = ev.JobKind.LOAD if isinstance(job, ev.LoadRequested) else ev.JobKind.STORE
         try:
-            self._require_rising(live, job.job, kind, used)
-            if isinstance(job, ev.LoadRequested):
-                said = self._driver.load(job)
-            else:
-                said = await self._driver.store(job)
-            verdict = convert.verdict_message(said)
-        except UnknownSession:
-            raise
+            self._require_rising(live, load.job, ev.JobKind.LOAD, used)
+            return convert.verdict_message(self._driver.load(load))
         except KvdError as error:
-            verdict = convert.refusal_message(job.job, kind, error)
+            return _refused_alone(load.job, ev.JobKind.LOAD, error)
+
+    async def _begin_store(
+        self, live: LiveSession, store: ev.StoreRequested, used: set[int]
+    ) -> pb.JobVerdict:
+        try:
+            self._require_rising(live, store.job, ev.JobKind.STORE, used)
+            verdict = convert.verdict_message(await self._driver.store(store))
+        except KvdError as error:
+            verdict = _refused_alone(store.job, ev.JobKind.STORE, error)
         await self._driver.let_others_in(live.id)
         return verdict
+
+
+def _refused_alone(job: JobId, kind: ev.JobKind, error: KvdError) -> pb.JobVerdict:
+    """Refuse what clashes with the session's state, and nothing else of an ordered, half-applied
+    step. That the session is over concerns all of it, and is raised.
+    """
+    if isinstance(error, UnknownSession):
+        raise error
+    return convert.refusal_message(job, kind, error)
 
 
 Id = TypeVar("Id")
