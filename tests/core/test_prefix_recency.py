@@ -114,6 +114,23 @@ def test_requests_that_used_much_end_some_in_each_event(monkeypatch: pytest.Monk
     assert not session.prefixes
 
 
+def test_requests_that_used_a_little_of_many_scopes_end_some_in_each_event() -> None:
+    bench = small()
+    bench.open()
+    many = prefix.ENDED_SCOPES_AT_ONCE + 1
+    names = [f"r{number}" for number in range(many)]
+    for number, name in enumerate(names):
+        store_for(bench, name, [number])
+    session, pieces = bench.machine.state.sessions[SessionId(1)], []
+    left = tuple(RequestId(name) for name in names)
+    while left:
+        replies = only(bench.feed(ev.RequestsEnded(SessionId(1), left)), act.Reply)
+        left = replies[0].payload if replies else ()
+        pieces.append((len(left), session.remembered.blocks))
+    assert pieces == [(1, 1), (0, 0)]
+    assert not session.prefixes
+
+
 def test_blocks_offered_out_of_order_leave_in_the_order_of_the_prompt() -> None:
     bench = small(extents=1)
     bench.open()

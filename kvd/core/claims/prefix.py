@@ -32,6 +32,7 @@ MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is no
 MAX_SESSION_BLOCKS = 524_288
 MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
 ENDED_BLOCKS_AT_ONCE = 16_384  # of ended requests, in one event, but for those of the last scope
+ENDED_SCOPES_AT_ONCE = 64  # likewise: 1 to 2 ms, however few blocks a request has used of each
 FORGOTTEN_AT_ONCE = 512  # requests of a session that is over: to free each takes microseconds
 # A request is renewed once it has grown by this part since it last was, a short one always: so
 # each of its blocks is renewed some eight times, however long its prompt and small its pieces.
@@ -76,16 +77,17 @@ def number_of(session: Session, request: RequestId) -> int:
 def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> int:
     """These requests ended: their blocks were used until now, and are forgotten as theirs.
 
-    How many of them, from the first on; the others, where they have used much, are for another
-    event.
+    How many of them, from the first on; the others, where they have used much, or many scopes, are
+    for another event.
     """
-    blocks = whole = 0
+    blocks = scopes = whole = 0
     for request in requests:
         prefix = session.prefixes.get(request)
         while prefix is not None and prefix.used:
-            if blocks >= ENDED_BLOCKS_AT_ONCE:
+            if blocks >= ENDED_BLOCKS_AT_ONCE or scopes >= ENDED_SCOPES_AT_ONCE:
                 return whole
             blocks += _end_in(turn, prefix, next(iter(prefix.used)))
+            scopes += 1
         if prefix is not None:
             prefix.forget()
             del session.prefixes[request]
