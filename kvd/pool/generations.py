@@ -49,13 +49,16 @@ Rows = npt.NDArray[np.int64]
 class Generations(MappedTable):
     """Each namespace's generation; a change stands there before the call returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, was_here: bool = False) -> None:
+        """`was_here`: a daemon had it here before. What it said is lost where it is missing."""
         found = path.stat().st_size if path.exists() else 0
+        least = 0 if was_here else 1
         super().__init__(path, _SEALS + _RECORDS * 8 // _RECORD_BYTES, _RECORD_BYTES)
         try:
             self._records, lost = self._read()
-            if lost.size or 0 < found < _RECORDS * _RECORD_BYTES:
-                log.warning("%s is damaged: what tiers of this node hold is found no longer", path)
+            if lost.size or least <= found < _RECORDS * _RECORD_BYTES:
+                how = "damaged" if found else "lost"
+                log.warning("%s is %s: what tiers of this node hold is found no longer", path, how)
                 self._records[lost] = 0
                 self._records[_ALL, _GENERATION] = _fresh()
             self._write(np.arange(_RECORDS))
@@ -66,13 +69,17 @@ class Generations(MappedTable):
         self._rows = {self._records[row, :_GENERATION].tobytes(): row for row in used.tolist()}
 
     @classmethod
-    def open(cls, path: Path, reserve: Reserve) -> Self:
-        """On a full file system with what the reserve keeps for a start; PoolError without."""
+    def open(cls, directory: Path, reserve: Reserve) -> Self:
+        """A pool's, before it gets a new header: where there is one, this table was here, too.
+
+        On a full file system with what the reserve keeps for a start; PoolError without.
+        """
+        path, was_here = directory / "generations.table", (directory / "pool.header").exists()
         try:
-            return cls(path)
+            return cls(path, was_here=was_here)
         except PoolError:
             reserve.let_go()
-            return cls(path)
+            return cls(path, was_here=was_here)
 
     @property
     def of_all(self) -> int:

@@ -528,7 +528,9 @@ class Pool:
 
     def _take_or_make(self) -> None:
         """Read the header; where the pool can't be used, remove it and make a new one."""
-        path = self._config.directory / "pool.header"
+        directory, keep = self._config.directory, self._resources.enter_context
+        self.generations = keep(closing(Generations.open(directory, self._reserve)))
+        path = directory / "pool.header"
         nodes = [node.number for node in self._nodes]
         wanted = PoolHeader.wanted(self._config, nodes, os.urandom(TAG_SECRET_BYTES))
         header, self.cold_reason = read_header(path, wanted)
@@ -543,7 +545,7 @@ class Pool:
             # The header goes first and comes last: whatever is interrupted starts cold again.
             path.unlink(missing_ok=True)
             for name in ("slots.table", "rows.table", CHECKSUM_TABLE, "registry.jsonl"):
-                (self._config.directory / name).unlink(missing_ok=True)
+                (directory / name).unlink(missing_ok=True)
             self._remove_extents(header)
             header = wanted
             self._files.nodes = deal(self.extents, header.nodes)
@@ -579,8 +581,6 @@ class Pool:
         elif config.payload_checksums:
             self.payload_checksums, self.checksums_reason = False, NO_ROOM
         self._registry = keep(closing(Registry.open(directory / "registry.jsonl", self._reserve)))
-        path = directory / "generations.table"
-        self.generations = keep(closing(Generations.open(path, self._reserve)))
         self._books = PoolFiles(
             config.slots_per_extent,
             self._files,

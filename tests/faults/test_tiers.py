@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
@@ -276,6 +276,39 @@ def test_a_clear_lasts_longer_than_the_daemon(tmp_path: Path) -> None:
         wait_for_tier(scene)
         wait_until(lambda: one.load("second", 200) == 200, "what was stored since", 30.0)
         assert one.load("first", 200) == 0
+
+
+def remove(table: Path) -> None:
+    table.unlink()
+
+
+def empty(table: Path) -> None:
+    os.truncate(table, 0)
+
+
+@pytest.mark.parametrize("lose", [remove, empty])
+def test_what_was_cleared_is_not_found_though_the_table_of_clears_is_lost(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    tiers = DISK.format(place=tmp_path / "disk")
+    with tiered(tmp_path, tiers) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        one.kill()
+        for written in ("", tiers):  # a clear while the disk is not in the file
+            scene.end_daemon()
+            (tmp_path / "kvd.toml").write_text(written)
+            if written:
+                lose(scene.daemon.pool / "generations.table")
+            scene.daemon.start()
+            if not written:
+                scene.clear()
+        wait_for_tier(scene)
+        wait_until(lambda: scene.status().tiers[0].blocks >= 200, "what the disk holds", 30.0)
+        two = scene.engine("two")
+        assert two.load("first", 200) == 0
+        wait_found_below(two, two, "second")
 
 
 @pytest.mark.parametrize("cleared", [False, True])
