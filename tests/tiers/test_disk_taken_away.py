@@ -15,6 +15,7 @@ from kvd.tiers.store import HasAPlace, Outcome
 from tests.tiers.contract import has, keep
 from tests.tiers.test_disk_contract import options_of
 from tests.tiers.tier_rig import TierRig, on_loop, placed, proc_text, soon, tier_rig
+from tests.waiting import wait_until
 
 
 def remove(directory: Path) -> None:
@@ -68,4 +69,35 @@ def test_what_is_taken_away_is_named(tmp_path: Path, take_away: Callable[[Path],
     store = DiskStore(options_of(kept, taken, regions=8))
     assert store.taken_away() == ""
     assert 0 < sum(has(store, n) for n in range(8)) < 8, "what the other disk has stays"
+    store.close()
+
+
+def remove_the_index(directory: Path) -> None:
+    (directory / "index.sqlite").unlink()
+
+
+def put_an_older_index_in_its_place(directory: Path) -> None:
+    (directory / "older").rename(directory / "index.sqlite")
+    (directory / "index.sqlite-wal").unlink()  # it would make the older one the newest again
+
+
+@pytest.mark.parametrize("take_away", [remove_the_index, put_an_older_index_in_its_place])
+def test_an_index_that_was_taken_away_is_written_anew(
+    tmp_path: Path, take_away: Callable[[Path], None]
+) -> None:
+    directory = tmp_path / "disk"
+    store = DiskStore(options_of(directory, regions=8))
+    keep(store, range(8))
+    store.close()
+    shutil.copy(directory / "index.sqlite", directory / "older")
+    store = DiskStore(options_of(directory, regions=8))
+    keep(store, range(8, 16))
+    assert store.taken_away() == ""
+    take_away(directory)
+    assert store.taken_away() == "", "its blocks are not lost"
+    wait_until(lambda: not store.usage().notes, "another index")
+    keep(store, range(16, 20))
+    store.close()
+    store = DiskStore(options_of(directory, regions=8))
+    assert all(has(store, n) for n in range(20))
     store.close()

@@ -391,9 +391,11 @@ class Disk:
         return [*self.slab.notes, *([lost] if self._rows.is_lost else [])]
 
     def taken_away(self) -> str:
-        """What was removed or replaced of what the next start looks for."""
+        """What was removed or replaced of what the next start looks for; an index is made anew."""
         try:
             lost = self._standing.missing()
+            if lost is None:
+                self._rows.keep_findable()
         except OSError:  # an ill disk has lost nothing yet
             return ""
         if lost is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.keys import U64
+from kvd.linux.standing import Lost, Standing
 from kvd.mover.checksums import checksums
 from kvd.tiers.store import TierUnusable
 
@@ -83,6 +84,11 @@ class IndexFile:
     def __init__(self, path: Path, identity: bytes) -> None:
         self._path, self._identity = path, identity
         self._db: sqlite3.Connection | None = None
+        self._standing = Standing(())
+
+    def missing(self) -> Lost | None:
+        """Whether the next start would not find what is written here. OSError."""
+        return self._standing.missing()
 
     def open(self, until: float = 0.0) -> Known:
         """Read it, or begin an empty one. TierUnusable where there can be none.
@@ -174,6 +180,7 @@ class IndexFile:
             self._path, timeout=0, isolation_level=None, check_same_thread=False
         )
         self._path.chmod(0o600)
+        self._standing = Standing((self._path,))  # it may grow, and is never cut short
         db.execute("PRAGMA locking_mode=EXCLUSIVE")  # no memory shared with anybody
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")

@@ -113,6 +113,21 @@ class RowWriter:
         finally:
             self._writing.release()
 
+    def keep_findable(self) -> None:
+        """Begin another index where somebody removed or replaced it: no write would fail. OSError.
+
+        While the file is written, nothing: the next look comes soon.
+        """
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            lost = None if self.is_lost else self._file.missing()
+            if lost is not None:
+                self._give_up(f"{lost.path} {lost.how} while it ran")
+                self._anew_at = 0.0
+        finally:
+            self._writing.release()
+
     def close(self) -> None:
         """Write what is left, as far as can be."""
         self._closing = True
