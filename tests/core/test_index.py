@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +16,8 @@ from kvd.core.keys import U64, Slots
 from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.index import NOWHERE, Index
 from kvd.core.model.slots import STEPS, SlotState, SlotTable
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def filled(size: int, tags: U64) -> tuple[SlotTable, Index, Slots]:
@@ -28,7 +35,7 @@ def test_grows_bucket_by_bucket_and_finds_everything() -> None:
     tags = generator.integers(1, 2**63, 50_000, dtype=np.uint64)
     table, index, slots = filled(60_000, tags)
     for start in range(0, len(slots), 700):
-        index.insert(slots[start : start + 700])
+        index.insert(slots[start : start + 700], 1)
     assert len(index) == len(slots)
     assert np.array_equal(index.find(tags, table.keys(1)[slots], 1), slots)
     assert set(index.find(tags[:9], table.keys(1)[slots[:9]], 2)) == {NOWHERE}
@@ -38,10 +45,10 @@ def test_stays_found_through_removals_and_new_insertions() -> None:
     generator = np.random.default_rng(2)
     tags = generator.integers(1, 2**63, 20_000, dtype=np.uint64)
     table, index, slots = filled(20_000, tags)
-    index.insert(slots[:10_000])
+    index.insert(slots[:10_000], 1)
     for start in range(0, 10_000, 500):
         index.remove(slots[start : start + 500])
-        index.insert(slots[10_000 + start : 10_500 + start])
+        index.insert(slots[10_000 + start : 10_500 + start], 1)
         held = slots[start + 500 : start + 10_500]
         assert np.array_equal(index.find(tags[held], table.keys(1)[held], 1), held)
     gone = slots[:10_000]
@@ -51,7 +58,7 @@ def test_stays_found_through_removals_and_new_insertions() -> None:
 def test_keys_that_share_a_tag_are_told_apart_even_when_their_buckets_overflow() -> None:
     tags = np.full(50, 7, dtype=np.uint64)
     table, index, slots = filled(4096, tags)
-    index.insert(slots)
+    index.insert(slots, 1)
     assert np.array_equal(index.find(tags, table.keys(1)[slots], 1), slots)
     index.remove(slots[10:40])
     left = np.concatenate([slots[:10], slots[40:]])
@@ -60,14 +67,57 @@ def test_keys_that_share_a_tag_are_told_apart_even_when_their_buckets_overflow()
     assert set(index.find(tags[:30], table.keys(1)[slots[10:40]], 1)) == {NOWHERE}
 
 
+class Steps:
+    """Counts the lines of Python that run within it."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def _trace(self, frame: FrameType, event: str, _argument: object) -> TraceFunction:
+        self.lines += event == "line"
+        return self._trace
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+
+@pytest.mark.parametrize("share_buckets_only", [False, True])
+def test_any_number_of_keys_of_one_tag_costs_a_search_no_more(share_buckets_only: bool) -> None:
+    """Who knows a scope's seed can make them, and would have all others wait."""
+    count = 2000
+    tags = np.full(count, 7, dtype=np.uint64)
+    if share_buckets_only:
+        tags += np.arange(count, dtype=np.uint64) << np.uint64(64 - 11)
+    table, index, slots = filled(2 * count, tags)
+    with Steps() as to_insert:
+        for start in range(0, count, 100):
+            index.insert(slots[start : start + 100], 1)
+    absent = np.arange(count, count + 50, dtype=np.uint64)[:, None]
+    with Steps() as to_find:
+        assert set(index.find(tags[:50], absent, 1)) == {NOWHERE}
+    assert np.array_equal(index.find(tags, table.keys(1)[slots], 1), slots)
+    with Steps() as to_remove:
+        for start in range(0, count, 100):
+            index.remove(slots[start : start + 100])
+    assert not len(index.slots())
+    assert to_find.lines < 50 * 20
+    assert to_insert.lines < count * 40
+    assert to_remove.lines < count * 20
+
+
 def test_a_batch_that_wants_few_buckets_is_found_whole() -> None:
     generator = np.random.default_rng(4)
     few = generator.integers(1, 2**63, 30, dtype=np.uint64)
     tags = np.concatenate([few.repeat(20), generator.integers(1, 2**63, 9_400, dtype=np.uint64)])
     table, index, slots = filled(10_000, tags)
-    index.insert(slots[:600])  # most find both of their buckets full
+    index.insert(slots[:600], 1)  # most find both of their buckets full
     for start in range(600, 10_000, 940):  # their buckets are split meanwhile
-        index.insert(slots[start : start + 940])
+        index.insert(slots[start : start + 940], 1)
         held = slots[: start + 940]
         assert np.array_equal(index.find(tags[held], table.keys(1)[held], 1), held)
     index.remove(slots[::2])
@@ -85,7 +135,7 @@ def test_keys_of_any_width_are_compared_whole(width: int) -> None:
     assert np.array_equal(table.keys(width)[slots], words)
     table.tags[slots], table.scopes[slots] = 9, 1
     index = Index(table)
-    index.insert(slots)
+    index.insert(slots, width)
     assert np.array_equal(index.find(table.tags[slots], words, 1), slots)
     words[:, -1] ^= np.uint64(1)
     assert set(index.find(table.tags[slots], words, 1)) == {NOWHERE}
@@ -94,7 +144,7 @@ def test_keys_of_any_width_are_compared_whole(width: int) -> None:
 def test_a_slot_that_is_not_in_can_not_be_taken_out() -> None:
     tags = np.random.default_rng(6).integers(1, 2**63, 20, dtype=np.uint64)
     _, index, slots = filled(20, tags)
-    index.insert(slots[:10])
+    index.insert(slots[:10], 1)
     with pytest.raises(AssertionError, match="not in"):
         index.remove(slots[9:11])
 
@@ -109,7 +159,8 @@ def test_agrees_with_a_dict(steps: list[tuple[bool, int, int]]) -> None:
     for add, start, count in steps:
         batch = slots[start * 60 : start * 60 + count]
         chosen = [s for s in batch.tolist() if (s in held) != add]
-        (index.insert if add else index.remove)(np.array(chosen, dtype=np.int64))
+        some = np.array(chosen, dtype=np.int64)
+        index.insert(some, 1) if add else index.remove(some)
         held = held | set(chosen) if add else held - set(chosen)
         found = index.find(tags, table.keys(1)[slots], 1)
         assert found.tolist() == [s if s in held else NOWHERE for s in slots.tolist()]

@@ -49,7 +49,7 @@ class Pair:
         chosen = sorted(slot for slot in set(slots) if (slot in self.held) != adds)
         for index in (self.by_numpy, self.by_library):
             of_these = np.array(chosen, dtype=np.int64)
-            (index.insert if adds else index.remove)(of_these)
+            index.insert(of_these, self.width) if adds else index.remove(of_these)
         self.held = self.held | set(chosen) if adds else self.held - set(chosen)
 
     def agree(self) -> None:
@@ -112,7 +112,7 @@ def test_grows_as_numpys_does_and_finds_everything_in_the_midst_of_a_round() -> 
     table.scopes[:count] = 1
     index = Index(table, key_index.maker())
     for start in range(0, count, 700):
-        index.insert(slots[start : start + 700])
+        index.insert(slots[start : start + 700], 4)
         held = np.sort(slots[: start + 700])
         tags, found = index.locate(words[held], 9, 1)
         assert np.array_equal(tags, table.tags[held])

@@ -74,7 +74,7 @@ def occupy(turn: Turn, fresh: Offer, scopes: U32) -> Slots:
     if state.below.tiers:
         table.below[slots] = 0
         table.sources[slots] = 0
-    state.index.insert(slots)
+    state.index.insert(slots, fresh.words.shape[1])
     state.scope_shares.put_each(scopes)
     owner.count(reserved=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes

@@ -10,6 +10,7 @@ entries come, so there is no pause in which everything is hashed anew. Tags are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -27,11 +28,13 @@ _SECOND_FACTOR = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
 _SECOND_SHIFT = np.array(36, dtype=np.uint64)
 _SLOT_BITS = np.array(0xFFFFFFFF, dtype=np.uint64)
 _TAG_BITS = np.array(0xFFFFFFFF00000000, dtype=np.uint64)
-_FEW = 64  # are put in one by one
+_FEW = 64  # are put in one by one, or sought a place for once more
 _SPLIT_AT_ONCE = 4096
 _SPILL_MARKS = 1 << 15
 _SPILL_BITS = np.array(_SPILL_MARKS - 1, dtype=np.uint64)
 NOWHERE = -1  # in arrays of slots: no such block
+
+_Name = tuple[int, bytes]  # of a block: its scope and key
 
 # Which ways of a bucket are empty, as the bits of a number: how many, and the first of them.
 _GATHER = np.array(0x01020408, dtype=np.uint32)  # brings the four marks of a bucket together
@@ -121,8 +124,11 @@ class Index:
         self._round = _FIRST_BUCKETS  # buckets at the start of this round of splits
         self._split = 0  # next bucket to split
         self._count = 0
-        self._spill: dict[int, list[int]] = {}  # tag -> slots that found both buckets full
-        self._spill_marks = np.zeros(_SPILL_MARKS, np.bool_)  # at the low bits of its tags
+        # Slots that found both buckets full, and their scopes and keys. Who knows the seed can make
+        # any number of keys of one tag, so a tag would not tell these apart.
+        self._spilled: dict[int, _Name] = {}
+        self._spill: dict[_Name, int] = {}  # the other way round
+        self._spill_marks = np.zeros(_SPILL_MARKS, np.uint32)  # how many, at their tags' low bits
         self._probe: KeyProbe | None = None
         if make_probe is not None:
             self._probe = make_probe(self._entries, self._places, table.tags, table.scopes)
@@ -137,7 +143,7 @@ class Index:
             tags = tags_of(words, seed)
             return tags, self.find(tags, words, scope)
         tags, found = self._probe.find(self._table.keys(words.shape[1]), words, seed, scope)
-        if self._spill:
+        if self._spilled:
             self._find_spilled(found, tags, words, scope)
         return tags, found
 
@@ -166,16 +172,19 @@ class Index:
         found = np.empty(count, dtype=np.int64)
         found.fill(NOWHERE)
         found[at] = slots
-        if self._spill:
+        if self._spilled:
             self._find_spilled(found, tags, words, scope)
         return found
 
-    def insert(self, slots: Slots) -> None:
-        """Add distinct slots, none of them in the index, by the tags in the slot table."""
+    def insert(self, slots: Slots, width: int) -> None:
+        """Add distinct slots, none of them in the index, by what stands in the slot table.
+
+        Their keys are of so many words.
+        """
         self._count += len(slots)
         self._grow()
         if self._probe is not None:
-            self._spill_all(self._probe.insert(slots))
+            self._spill_all(self._probe.insert(slots), width)
             return
         tags = self._table.tags[slots]
         while len(slots):
@@ -184,13 +193,13 @@ class Index:
             slots, tags = slots[left], tags[left]
             if len(slots) <= _FEW or len(slots) == count:
                 break
-        self._place_each(slots, tags)
+        self._spill_all(self._place_each(slots, tags), width)
 
     def remove(self, slots: Slots) -> None:
         """Take slots out that are in; their tags still stand in the slot table."""
         self._count -= len(slots)
         places = self._places.take(slots)
-        if self._spill:
+        if self._spilled:
             inside = places != NOWHERE
             self._remove_spilled(slots[~inside])
             slots, places = slots[inside], places[inside]
@@ -201,20 +210,15 @@ class Index:
         entries[places] = 0
 
     def _remove_spilled(self, slots: Slots) -> None:
-        for tag, slot in zip(self._table.tags[slots].tolist(), slots.tolist(), strict=True):
-            spilled = self._spill[tag]
-            spilled.remove(slot)
-            if not spilled:
-                del self._spill[tag]
-        if len(slots):
-            self._note_spill()
+        for slot in slots.tolist():
+            del self._spill[self._spilled.pop(slot)]
+        np.subtract.at(self._spill_marks, _spill_mark(self._table.tags[slots]), 1)
 
     def slots(self) -> Slots:
         """Every slot in the index, in no order. For invariants: reads the whole table."""
         entries = self._entries[: self._round + self._split]
         inside = (entries[entries != 0] & _SLOT_BITS).astype(np.int64) - 1
-        spilled = [slot for slots in self._spill.values() for slot in slots]
-        return np.concatenate([inside, np.array(spilled, dtype=np.int64)])
+        return np.concatenate([inside, np.array(list(self._spilled), dtype=np.int64)])
 
     def _buckets(self, tags: U64) -> Slots:
         """The two candidates of each tag, shape [2, n]."""
@@ -262,8 +266,8 @@ class Index:
         table[places] = entries
         return np.asarray(table.take(places) == entries)
 
-    def _place_each(self, slots: Slots, tags: U64) -> None:
-        """Put slots in one by one; those that find both buckets full are spilled."""
+    def _place_each(self, slots: Slots, tags: U64) -> Slots:
+        """Put slots in one by one; those that find both buckets full."""
         full = []
         rows = (slots.tolist(), tags.tolist(), *self._buckets(tags).tolist())
         for slot, tag, first, second in zip(*rows, strict=True):
@@ -278,15 +282,18 @@ class Index:
             else:
                 full.append(slot)
                 self._places[slot] = NOWHERE
-        self._spill_all(np.array(full, dtype=np.int64))
+        return np.array(full, dtype=np.int64)
 
-    def _spill_all(self, slots: Slots) -> None:
+    def _spill_all(self, slots: Slots, width: int) -> None:
         """Remember those that have no place."""
         if not len(slots):
             return
-        for slot, tag in zip(slots.tolist(), self._table.tags[slots].tolist(), strict=True):
-            self._spill.setdefault(tag, []).append(slot)
-        self._note_spill()
+        keys = self._table.keys(width)[slots]
+        scopes = self._table.scopes[slots].tolist()
+        for slot, scope, key in zip(slots.tolist(), scopes, keys, strict=True):
+            name = scope, key.tobytes()
+            self._spilled[slot], self._spill[name] = name, slot
+        np.add.at(self._spill_marks, _spill_mark(self._table.tags[slots]), 1)
 
     def _grow(self) -> None:
         wanted = -(-self._count * _LOAD_DENOMINATOR // (WAYS * _LOAD_NUMERATOR))
@@ -297,21 +304,21 @@ class Index:
             self._split_next(min(missing, self._round - self._split, _SPLIT_AT_ONCE))
         if self._probe is not None:
             self._probe.resize(self._round, self._split)
-        if self._spill:
+        if self._spilled:
             self._place_spilled()
 
-    def _note_spill(self) -> None:
-        self._spill_marks[:] = False
-        self._spill_marks[_spill_mark(np.array(list(self._spill), dtype=np.uint64))] = True
-
     def _place_spilled(self) -> None:
-        """Buckets were split: most of what found them full has a place now."""
-        slots = np.array([s for held in self._spill.values() for s in held], dtype=np.int64)
-        left = slots[self._place(slots, self._table.tags[slots])]
-        self._spill = {}
-        for tag, slot in zip(self._table.tags[left].tolist(), left.tolist(), strict=True):
-            self._spill.setdefault(tag, []).append(slot)
-        self._note_spill()
+        """Buckets were split: most of what found them full has a place now. Some a time."""
+        slots = np.array(list(islice(self._spilled, _FEW)), dtype=np.int64)
+        names = [self._spilled.pop(slot) for slot in slots.tolist()]
+        placed = np.ones(len(slots), np.bool_)
+        placed[self._place(slots, self._table.tags[slots])] = False
+        for slot, name, is_placed in zip(slots.tolist(), names, placed.tolist(), strict=True):
+            if is_placed:
+                del self._spill[name]
+            else:
+                self._spilled[slot] = name  # behind the others
+        np.subtract.at(self._spill_marks, _spill_mark(self._table.tags[slots[placed]]), 1)
 
     def _split_next(self, count: int) -> None:
         """Split the next `count` buckets: an entry stays, or goes to the same way of the twin."""
@@ -333,12 +340,8 @@ class Index:
             self._split = 0
 
     def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int | U32) -> None:
-        keys = self._table.keys(words.shape[1])
-        marked = self._spill_marks.take(_spill_mark(tags))
+        marked = self._spill_marks.take(_spill_mark(tags)) != 0
         marked &= found == NOWHERE
         for row in marked.nonzero()[0].tolist():
             wanted = scope if isinstance(scope, int) else int(scope[row])
-            for slot in self._spill.get(int(tags[row]), ()):
-                same = bool((keys[slot] == words[row]).all())
-                if same and int(self._table.scopes[slot]) == wanted:
-                    found[row] = slot
+            found[row] = self._spill.get((wanted, words[row].tobytes()), NOWHERE)

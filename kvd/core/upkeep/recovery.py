@@ -69,7 +69,7 @@ def rows_recovered(turn: Turn, event: RowsRecovered) -> None:
     table.move(slots, SlotState.FREE, SlotState.READY)
     owner.count(ready=len(slots), evictable=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
-    state.index.insert(slots)
+    state.index.insert(slots, event.keys.words.shape[1])
     state.recovered.setdefault((event.namespace, event.group), []).append((slots, stamps))
     state.counters.recovered += len(slots)
     _settle_free(state, owner, rows)

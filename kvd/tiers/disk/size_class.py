@@ -87,7 +87,7 @@ class DiskSizeClass:
     def keep(self, places: Slots) -> None:
         """They hold blocks now, all that is known of them being written down. Head first."""
         self.states[places] = PlaceState.READY
-        self.index.insert(places)
+        self.index.insert(places, self.digests.shape[1])
         self.policy.insert(places, self.digests[places, 0])
 
     def take_out(self, places: Slots) -> None:
