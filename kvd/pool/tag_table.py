@@ -21,6 +21,7 @@ Buckets = npt.NDArray[np.int64]
 
 WORDS = layout.PAGE_BUCKET_WORDS
 NOWHERE = -1
+_PLACES_OF_A_TAG = 2 * WORDS  # in both of its buckets
 # Eight one-byte booleans are one word. Times this, byte i holds the sum of bytes 0..i.
 _ONES = np.uint64(0x0101010101010101)
 _TOP_BYTE = np.uint64(56)
@@ -61,12 +62,12 @@ class TagTable:
         ordered = np.sort(tags)
         if (ordered[1:] != ordered[:-1]).all():
             return self._remove_distinct(tags)
-        firsts = np.unique(tags, return_index=True)[1]
-        again = np.ones(len(tags), dtype=np.bool_)
-        again[firsts] = False
-        stood = np.empty(len(tags), dtype=np.int64)
-        stood[firsts] = self._remove_distinct(tags[firsts])
-        stood[again] = self.remove(tags[again])
+        stood = np.full(len(tags), NOWHERE, dtype=np.int64)
+        left = np.arange(len(tags))
+        for _ in range(_PLACES_OF_A_TAG):
+            firsts = np.unique(tags[left], return_index=True)[1]
+            stood[left[firsts]] = self._remove_distinct(tags[left[firsts]])
+            left = np.delete(left, firsts)
         return stood
 
     def _remove_distinct(self, tags: U64) -> Buckets:

@@ -110,6 +110,18 @@ def test_tags_that_share_both_buckets_spill_and_are_counted(
     assert not reader.probe(crowd).any()
 
 
+def test_a_tag_may_be_removed_more_often_than_it_can_be_there(
+    page: IndexPage, reader: PageReader
+) -> None:
+    other = tags(0, 1)
+    crowd = np.repeat(tags(1, 1), 5000)
+    assert page.insert(np.concatenate([other, crowd])) == 5000 - 16
+    page.remove(crowd)
+    assert not reader.probe(crowd[:1]).any()
+    assert reader.probe(other).all()
+    assert (page.tags, page.spilled) == (1, 0)
+
+
 @pytest.mark.parametrize("hash_bytes", [1, 8, 13, 32, 64])
 def test_single_and_batched_probes_agree(
     page: IndexPage, reader: PageReader, hash_bytes: int
