@@ -242,8 +242,41 @@ def test_a_copy_that_is_announced_before_the_one_before_is_told_as_removed_is_th
 def test_a_block_in_doubt_goes_with_a_cleared_namespace(stream: Stream) -> None:
     stream.tell("REMOVED", KEY)
     stream.watch.announce([KEY])
+    stream.now = event_watch.DOUBT_S
     stream.tell("CLEARED")
     assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_a_block_that_is_announced_before_a_clear_is_heard_of_is_not_told(stream: Stream) -> None:
+    stream.watch.announce([KEY])
+    stream.now = event_watch.DOUBT_S
+    stream.watch.announce([OTHER])  # stored behind the clear
+    stream.tell("CLEARED")
+    stream.tell("STORED", OTHER)
+    stream.now = 2 * event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == [KEY]
+    stream.tell("REMOVED", OTHER)
+    assert removed_from_host(stream.watch) == [OTHER]
+
+
+def test_a_block_that_a_clear_took_just_after_it_was_announced_is_told(stream: Stream) -> None:
+    stream.tell("STORED", KEY)
+    stream.watch.announce([KEY])
+    stream.tell("CLEARED")
+    assert removed_from_host(stream.watch) == []  # it may be of after
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_a_copy_that_is_announced_before_the_end_of_anothers_is_heard_of_is_not_told(
+    stream: Stream,
+) -> None:
+    stream.tell("STORED", KEY)  # by another engine
+    stream.watch.announce([KEY])
+    stream.tell("REMOVED", KEY)  # the other's
+    stream.tell("STORED", KEY)
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == []
 
 
 def test_a_block_in_doubt_is_announced_once(stream: Stream) -> None:
@@ -261,10 +294,11 @@ def test_a_block_in_doubt_is_announced_once(stream: Stream) -> None:
 def test_a_block_that_is_announced_again_behind_its_end_is_told_as_removed(stream: Stream) -> None:
     stream.tell("STORED", KEY)
     stream.watch.announce([KEY])
+    stream.now = event_watch.DOUBT_S
     stream.tell("REMOVED", KEY)
     assert removed_from_host(stream.watch) == [KEY]
     stream.watch.announce([KEY])  # of a store that left it to the first
-    stream.now = event_watch.DOUBT_S
+    stream.now = 2 * event_watch.DOUBT_S
     assert removed_from_host(stream.watch) == [KEY]
 
 
@@ -292,6 +326,7 @@ def test_so_many_blocks_are_known_to_be_stored_since_a_clear(
 
 def test_what_went_is_told_before_what_is_announced(stream: Stream) -> None:
     stream.watch.announce([KEY])
+    stream.now = event_watch.DOUBT_S
     stream.tell("REMOVED", KEY)
     earlier, fresh = stream.watch.take_and_announce([KEY])
     assert [(each.removed, each.keys) for each in earlier] == [(True, [KEY])]

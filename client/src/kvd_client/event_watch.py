@@ -53,8 +53,8 @@ class EventWatch:
     `follow`, `announce`, `forget` and `take` come from one thread, the engine's; none of them
     waits for the daemon. A block may be said to be removed though it is there, when the stream
     was behind for longer than DOUBT_S or too many are announced; it is never the other way round
-    for longer than the stream is away. `with_tiers`: also which of them tiers hold, and that one
-    which a tier brought up is in host memory again.
+    for longer than DOUBT_S or the stream is away. `with_tiers`: also which of them tiers hold, and
+    that one which a tier brought up is in host memory again.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class EventWatch:
         self._program = program
         self._clock = clock
         self._lock = threading.Lock()  # held for microseconds
-        self._tracked: dict[Key, bool] = {}  # whether announced again: it may be a later copy
+        # Announced, and until when what the stream says may be of a copy before the announced one.
+        self._tracked: dict[Key, float] = {}
         self._gone: dict[Key, None] = {}
         self._since: set[Key] | None = None  # stored since the namespace was cleared; None: unknown
-        self._doubtful: dict[Key, float] = {}  # announced after a removal: of then or of now?
+        self._doubtful: dict[Key, float] = {}  # announced and removed, in which order is not known
         self._news = NewsList()
         self._tiers = TierRecord(self._news)
         self._with_tiers = with_tiers
@@ -114,17 +115,18 @@ class EventWatch:
 
     def _announce(self, keys: Iterable[Key]) -> list[Key]:
         fresh = []
+        until = self._clock() + DOUBT_S
         for key in keys:
             if key in self._tracked:
-                self._tracked[key] = True
+                self._tracked[key] = until
                 continue
             is_in_doubt = key in self._doubtful
             if not is_in_doubt:
                 fresh.append(key)
             if is_in_doubt or key in self._gone or self._went_with_all(key):
-                self._doubtful[key] = self._clock() + DOUBT_S
+                self._doubtful[key] = until
             else:
-                self._tracked[key] = False
+                self._tracked[key] = until
             self._tiers.announced(key)
         self._bound_tracked()
         return fresh
@@ -247,8 +249,7 @@ class EventWatch:
         if kind == events_pb2.CacheEvent.KIND_CLEARED:
             with self._lock:
                 if reading.turn == self._turn:
-                    self._lose_all()
-                    self._since = set()
+                    self._cleared()
         elif kind == events_pb2.CacheEvent.KIND_TIER_LOST:
             with self._lock:
                 if reading.turn == self._turn:
@@ -278,15 +279,24 @@ class EventWatch:
                     return
                 note(keys[start : start + KEYS_AT_ONCE])
 
+    def _cleared(self) -> None:
+        now = self._clock()
+        announced = {**self._tracked, **self._doubtful}
+        late = {key: until for key, until in announced.items() if now < until}
+        for key in announced.keys() - late.keys():
+            self._news.add(HOST, key, removed=True)
+        self._tiers.lose_all()
+        self._clear()
+        self._doubtful = late
+        self._since = set()
+
     def _removed(self, keys: list[Key]) -> None:
+        now = self._clock()
         for key in keys:
-            if self._tracked.get(key):  # of the copy before, or of this one?
-                del self._tracked[key]
-                self._doubtful[key] = self._clock() + DOUBT_S
-            elif key in self._tracked:
-                del self._tracked[key]
-                self._news.add(HOST, key, removed=True)
-            elif self._doubtful.pop(key, None) is not None:
+            until = self._tracked.pop(key, None)
+            if until is not None and now < until:
+                self._doubtful[key] = until
+            elif until is not None or self._doubtful.pop(key, None) is not None:
                 self._news.add(HOST, key, removed=True)
             self._gone[key] = None  # and may be announced yet
         while len(self._gone) > MAX_GONE:
@@ -295,10 +305,11 @@ class EventWatch:
     def _stored(self, keys: list[Key]) -> None:
         for key in keys:
             self._gone.pop(key, None)
-            if self._doubtful.pop(key, None) is not None:
-                self._tracked[key] = False
+            until = self._doubtful.pop(key, None)
+            if until is not None:
+                self._tracked[key] = until
             elif key not in self._tracked and self._tiers.holds(key):
-                self._tracked[key] = False  # brought up
+                self._tracked[key] = self._clock()  # brought up
                 self._news.add(HOST, key, removed=False)
         if self._since is not None:
             self._since.update(keys)
