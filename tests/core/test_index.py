@@ -214,6 +214,25 @@ def test_reuse_filter_of_one_set_remembers_four_and_forgets_who_came_longest_ago
     assert tracked.would_admit(four).tolist() == [True, False, True, True]
 
 
+def test_reuse_filter_counts_all_that_it_knows_and_of_a_crowd_no_more_than_a_set_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tracked = ReuseFilter(threshold=2, tracker_blocks=4)  # one set
+    crowd = np.arange(1, 1001, dtype=np.uint64)
+    tracked.offer(crowd[-1:])
+    turns = []
+    count = tracked._count
+
+    def counted(sets: Slots, tags: U64) -> None:
+        turns.append(len(tags))
+        count(sets, tags)
+
+    monkeypatch.setattr(tracked, "_count", counted)
+    assert tracked.offer(crowd).tolist() == [False] * 999 + [True]
+    assert len(turns) <= 5
+    assert tracked.offer(crowd).sum() >= 3
+
+
 def test_reuse_filter_that_wants_no_second_sighting_remembers_none() -> None:
     tracked = ReuseFilter(threshold=1, tracker_blocks=1 << 16)
     tags = np.array([11, 12], dtype=np.uint64)

@@ -45,13 +45,17 @@ class ReuseFilter:
         if self.threshold <= 1:
             return admitted
         self._clock += 1
-        left = np.arange(len(tags))
-        while len(left):
+        sets = self._sets(tags)
+        known = (self._tags[sets] == tags[:, None]).any(axis=1)
+        self._count(sets[known], tags[known])
+        left = np.flatnonzero(~known)
+        for _ in range(_WAYS):  # a set remembers no more, and somebody may offer it thousands
             # One tag of each set at a time, so that two never take the same entry.
-            sets = self._sets(tags[left])
-            _, firsts = np.unique(sets, return_index=True)
-            self._count(sets[firsts], tags[left[firsts]])
+            _, firsts = np.unique(sets[left], return_index=True)
+            self._count(sets[left[firsts]], tags[left[firsts]])
             left = np.delete(left, firsts)
+            if not len(left):
+                break
         return admitted
 
     def _count(self, sets: Slots, tags: U64) -> None:
