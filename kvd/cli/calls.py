@@ -15,6 +15,7 @@ from kvd.cli import remote
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, EXIT_REFUSED, Failure, is_of_output
 from kvd.cli.options import FILES
 from kvd.config.settings import ConfigError, socket_of
+from kvd.config.values import FIT_FOR_A_SOCKET, is_too_long_for_a_socket
 from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused
 from kvd_client.daemon import greeted
@@ -42,9 +43,12 @@ def place_of(given: SimpleNamespace) -> str:
             flag = name.replace("_", "-")
             raise Failure(f"--{flag} goes with --remote HOST:PORT", EXIT_MISUSED)
     try:
-        return socket_of(given.socket, os.environ, given.config)
+        socket = socket_of(given.socket, os.environ, given.config)
     except ConfigError as error:
         raise Failure(str(error), EXIT_MISUSED) from None
+    if is_too_long_for_a_socket(os.fsencode(socket)):
+        raise Failure(f"socket is {socket!r}; it must be a path {FIT_FOR_A_SOCKET}", EXIT_MISUSED)
+    return socket
 
 
 @contextmanager

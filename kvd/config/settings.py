@@ -341,15 +341,9 @@ def load(
     unknown_variables(environment)
     file = file_of(flags.get("config"), environment)
     written = _read_file(file, again=standing is not None) if file else {}
-    values: dict[str, Any] = {}
-    for setting in SETTINGS:
-        given, source = _given(setting, flags, environment, written)
-        try:
-            values[setting.name] = setting.read(given)
-        except ValueError as error:
-            raise ConfigError(
-                f"{setting.name} is {given!r} ({source}); it must be {error}"
-            ) from None
+    values: dict[str, Any] = {
+        setting.name: _read_setting(setting, flags, environment, written) for setting in SETTINGS
+    }
     try:
         tiers = read_tiers(written.get("tiers", []))
     except TierFieldError as error:
@@ -390,11 +384,24 @@ def socket_of(named: str | None, environment: Mapping[str, str], file: str | Non
     if path is None:
         return str(socket.default)
     try:
-        return str(_read_file(path).get(socket.name, socket.default))
+        return str(_read_setting(socket, {}, {}, _read_file(path)))
     except ConfigError:
         if path == DEFAULT_FILE:
             return str(socket.default)
         raise
+
+
+def _read_setting(
+    setting: Setting,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    written: Mapping[str, Any],
+) -> Any:
+    given, source = _given(setting, flags, environment, written)
+    try:
+        return setting.read(given)
+    except ValueError as error:
+        raise ConfigError(f"{setting.name} is {given!r} ({source}); it must be {error}") from None
 
 
 def _given(

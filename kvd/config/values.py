@@ -21,6 +21,11 @@ from kvd.tiers.options import UNITS
 LEAST_QUOTA_BYTES = 4096  # no block takes less
 MOST_SIZE_BYTES = 1 << 62
 HIGHEST_PORT = 65535
+# The kernel's limits, less a name with its slash and the final zero: files lie below.
+MOST_PATH_BYTES = 4096 - 257
+MOST_NAME_BYTES = 255
+MOST_SOCKET_BYTES = 107  # sun_path of unix(7), less its final zero
+FIT_FOR_A_SOCKET = "of at most 97 bytes: the kernel's limit for Unix sockets"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
@@ -181,6 +186,12 @@ def read_path(value: Any) -> Path:
         raise ValueError("an absolute path")
     if "\0" in text or not is_utf8(text):
         raise ValueError("an absolute path in UTF-8, without a zero byte")
+    longest_name = max(len(os.fsencode(name)) for name in path.parts)
+    if len(os.fsencode(path)) > MOST_PATH_BYTES or longest_name > MOST_NAME_BYTES:
+        raise ValueError(
+            f"a path of at most {MOST_PATH_BYTES} bytes, and of {MOST_NAME_BYTES} between two"
+            " slashes: the kernel's limits, with room for files below it"
+        )
     return path
 
 
@@ -198,9 +209,14 @@ def read_socket_path(value: Any) -> Path:
     path = read_path(value)
     if path.name in ("", "..") or str(value).endswith("/"):
         raise ValueError("the absolute path of a file, with a name after its last slash")
-    if len(os.fsencode(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
-        raise ValueError("a path of at most 97 bytes: the kernel's limit for Unix sockets")
+    if is_too_long_for_a_socket(os.fsencode(path)):
+        raise ValueError(f"a path {FIT_FOR_A_SOCKET}")
     return path
+
+
+def is_too_long_for_a_socket(path: bytes) -> bool:
+    """Whether the kernel would refuse it, or that of the companion socket beside it."""
+    return len(path + b".companion") > MOST_SOCKET_BYTES
 
 
 def _read_ids(kind: str, database: str, look_up: Callable[[str], int]) -> Callable[[Any], Any]:

@@ -206,6 +206,20 @@ def test_a_misuse_and_a_refusal_have_their_own_exit_codes(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["status"], ["events"], ["verify"], ["doctor"], ["record", "f"]])
+def test_a_socket_that_no_daemon_can_have_is_a_misuse_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    long = f"/{'x' * 97}"
+    assert main([*words, "--socket", long]) == 2
+    assert f"socket is '{long}'; it must be a path of at most 97 bytes" in capsys.readouterr().err
+    file = tmp_path / "kvd.toml"
+    file.write_text("socket = 7\n")
+    assert main([*words, "--config", str(file)]) == (3 if words == ["doctor"] else 2)
+    said = capsys.readouterr()
+    assert "socket is 7 (configuration file); it must be an absolute path" in said.out + said.err
+
+
 WRONG_PLACES = ("h:-1", "h:65536", "h:70000", "h:", "h", ":1", "h:x", "::1:1", "h:1/", "h h:1")
 PEM = ("--certificate=/a", "--key=/a", "--authority=/a")
 

@@ -92,6 +92,9 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
         (["--socket", "/run/.."], "socket"),
         (["--pool-directory", "/run/\udcff"], "pool_directory"),
         (["--extents-directory", "/run/\0"], "extents_directory"),
+        (["--pool-directory", "/x" * 1920], "pool_directory"),
+        (["--pool-directory", "/" + "\xe9" * 128], "pool_directory"),
+        (["--extents-directory", "/run/" + "x" * 256], "extents_directory"),
         (["--socket-mode", "999"], "socket_mode"),
         (["--lease-share", "2"], "lease_share"),
         (["--store-threshold", "0"], "store_threshold"),
@@ -111,6 +114,11 @@ def test_a_wrong_value_is_refused_with_its_name_and_where_it_came_from(
     with pytest.raises(ConfigError, match=named) as caught:
         load(*flags)
     assert "must be" in str(caught.value) or "raise pool_bytes" in str(caught.value)
+
+
+def test_a_path_may_be_as_long_as_the_kernel_has_it_with_room_for_files_below() -> None:
+    for path in ("/x" * 1919, "/run/" + "x" * 255):
+        assert load("--pool-directory", path).pool_directory == Path(path)
 
 
 @pytest.mark.parametrize("name", ["drain_seconds", "lease_share", "pool_bytes", "http_port"])
