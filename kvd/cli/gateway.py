@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from kvd.cli import last_words
 from kvd.cli.calls import place_of
-from kvd.cli.exits import EXIT_MISUSED, Failure
+from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
 from kvd.cli.options import LISTENING_PLACE, socket_options
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
@@ -83,7 +84,10 @@ def command(**flags: Any) -> int:
 
 def run(given: SimpleNamespace) -> int:
     """Serve until told to stop; the exit status."""
-    socket = place_of(given)
+    try:
+        socket = place_of(given)
+    except Failure as error:
+        return last_words.end(error.message, error.exit_code, given.log_format)
     logs.start("info", given.log_format)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # before there are other threads
     files = CertificateFiles(given.certificate, given.key, given.authority)
@@ -93,9 +97,9 @@ def run(given: SimpleNamespace) -> int:
     try:
         server, port = begin(given.address, Renewal(files), Gateway(upstream, operators))
     except CertificateError as error:
-        raise Failure(str(error), EXIT_MISUSED) from None
+        return last_words.end(str(error), EXIT_MISUSED, given.log_format)
     except OSError as error:
-        raise Failure(str(error)) from None
+        return last_words.end(str(error), EXIT_FAILED, given.log_format)
     notify("READY=1", f"STATUS=listening on port {port}")
     log.info("listens on %s (port %d) for the daemon on %s", given.address, port, socket)
     signal.sigwait(STOPPING)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvd import config
+from kvd.cli import last_words
 from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.cli.interrupts import ends_at_once
 from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
@@ -27,7 +28,9 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
     try:
         settings = config.load(flags, os.environ)
     except config.ConfigError as error:
-        raise Failure(str(error), EXIT_MISUSED) from None
+        if print_config or check:
+            raise Failure(str(error), EXIT_MISUSED) from None
+        return last_words.end(str(error), EXIT_MISUSED, error.log_format)
     if print_config:
         click.echo(config.as_toml(settings), nl=False)
         return 0

@@ -7,6 +7,7 @@ follow from it. A wrong value is refused with its name, where it came from, and 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import difflib
 import json
 import re
@@ -49,7 +50,12 @@ LOG_FORMATS = ("text", "json")
 
 
 class ConfigError(Exception):
-    """A setting can't be used; the message names it and the fix."""
+    """A setting can't be used; the message names it and the fix.
+
+    log_format: in which a daemon says so, as far as that can be told where settings are wrong.
+    """
+
+    log_format = LOG_FORMATS[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +344,26 @@ def load(
     `standing`: those that a daemon serves with, and its pool is of their size; whoever it serves
     waits, so a pipe is refused, and a file that says nothing.
     """
-    unknown_variables(environment)
-    file = file_of(flags.get("config"), environment)
-    written = _read_file(file, again=standing is not None) if file else {}
+    written: dict[str, Any] = {}
+    try:
+        unknown_variables(environment)
+        file = file_of(flags.get("config"), environment)
+        if file:
+            written = _parse_file(file, again=standing is not None)
+            _check_keys(file, written)
+        return _config_of(flags, environment, written, standing)
+    except ConfigError as error:
+        with contextlib.suppress(ConfigError):  # of the format itself
+            error.log_format = _read_setting(_BY_NAME["log_format"], flags, environment, written)
+        raise
+
+
+def _config_of(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    written: Mapping[str, Any],
+    standing: Config | None,
+) -> Config:
     values: dict[str, Any] = {
         setting.name: _read_setting(setting, flags, environment, written) for setting in SETTINGS
     }
@@ -384,7 +407,9 @@ def socket_of(named: str | None, environment: Mapping[str, str], file: str | Non
     if path is None:
         return str(socket.default)
     try:
-        return str(_read_setting(socket, {}, {}, _read_file(path)))
+        written = _parse_file(path)
+        _check_keys(path, written)
+        return str(_read_setting(socket, {}, {}, written))
     except ConfigError:
         if path == DEFAULT_FILE:
             return str(socket.default)
@@ -430,7 +455,7 @@ def _is_overruled(setting: Setting, written: Mapping[str, Any], value: Any) -> b
         return True
 
 
-def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
+def _parse_file(path: Path, *, again: bool = False) -> dict[str, Any]:
     try:
         if again:  # a pipe is empty by now, or never ends
             content = read_plain(path, MAX_CONFIG_BYTES)
@@ -455,17 +480,20 @@ def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} can't be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not its encoding, too deep, too many digits
         raise ConfigError(f"configuration file {path} is no TOML: {error}") from None
-    for name in written:
-        if name not in _BY_NAME and name not in _TABLES:
-            raise ConfigError(
-                f"configuration file {path} has an unknown key {name!r}; {_what_would_do(name)}"
-            )
     if again and not written:  # who writes it may have emptied it, and be about to go on
         raise ConfigError(
             f"configuration file {path} says nothing: write it and reload again, or restart kvd"
             " to take all back"
         )
     return written
+
+
+def _check_keys(path: Path, written: Mapping[str, Any]) -> None:
+    for name in written:
+        if name not in _BY_NAME and name not in _TABLES:
+            raise ConfigError(
+                f"configuration file {path} has an unknown key {name!r}; {_what_would_do(name)}"
+            )
 
 
 def _what_would_do(unknown: str) -> str:

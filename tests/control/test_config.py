@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import grp
+import json
 import pwd
 import re
 from pathlib import Path
 
 import pytest
 
+from kvd.__main__ import main
 from kvd.cli import serving
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
@@ -308,3 +310,37 @@ def test_checksums_are_on_off_or_left_to_the_daemon(  # type: ignore[no-untyped-
 def test_the_flag_for_checksums_without_a_value_turns_them_on() -> None:
     assert load("--payload-checksums").payload_checksums is Checksums.ON
     assert load("--payload-checksums", "false").payload_checksums is Checksums.OFF
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        'log_format = "json"\npool_bytes = "many"\n',
+        'log_format = "json"\npool_byte = 1\n',
+        'log_format = "json"\n[[tiers]]\n',
+        'log_format = "json"\n[tenants]\na = 5\n',
+    ],
+)
+def test_a_daemon_whose_log_is_json_says_so_too_what_is_wrong_with_its_settings(
+    write,  # type: ignore[no-untyped-def]
+    capfd: pytest.CaptureFixture[str],
+    wrong: str,
+) -> None:
+    file = str(write(wrong))
+    assert main(["serve", "--config", file]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    said = json.loads(line)
+    assert said["level"] == "critical"
+    assert main(["serve", "--config", file, "--log-format", "text"]) == 2
+    assert capfd.readouterr().err == f"kvd: {said['message']}\n"
+    assert main(["serve", "--config", file, "--check"]) == 2
+    assert capfd.readouterr().err == f"kvd: {said['message']}\n"
+
+
+def test_a_gateway_says_in_its_logs_form_why_it_can_not_begin(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--certificate=/none", "--key=/none", "--authority=/none", "--log-format=json"]
+    for more in ([], ["--config=/none"]):
+        assert main(["gateway", *words, *more]) == 2
+        assert "/none" in json.loads(capfd.readouterr().err)["message"]
