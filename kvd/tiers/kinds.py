@@ -48,11 +48,23 @@ def check_options(store: str, options: TierOptions) -> None:
         readers[store](options)
 
 
+def require_library(store: str) -> None:
+    """TierUnusable, with what to install, where the library of one of ours can't be loaded."""
+    if store == "kvd.tiers.kinds:open_mooncake":
+        importlib.import_module("kvd.tiers.mooncake.client").load_library()
+    elif store == "kvd.tiers.kinds:open_s3":
+        _opener("s3", "kvd.tiers.s3.store", "S3Store")
+
+
 def _opened(extra: str, module: str, name: str, options: TierOptions) -> TierStore:
+    return _opener(extra, module, name)(options)
+
+
+def _opener(extra: str, module: str, name: str) -> OpenStore:
     try:
         opener: OpenStore = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise TierUnusable(
             f"kind: {extra!r} needs a library that is not here ({error}): {extras.install(extra)}"
         ) from None
-    return opener(options)
+    return opener

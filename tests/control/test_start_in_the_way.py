@@ -235,6 +235,31 @@ def test_options_that_a_tier_would_not_take_are_told(
     assert f"tier below could not start: {said}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("s3", 'bucket = "cache"'), ("mooncake", 'master = "127.0.0.1:1"')],
+)
+def test_a_library_that_a_tier_lacks_is_told_with_what_to_install(
+    place: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    options: str,
+) -> None:
+    module = {"s3": "obstore", "mooncake": "mooncake.store"}[kind]
+    for loaded in ("kvd.tiers.s3.store", "kvd.tiers.s3.bucket"):
+        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'[[tiers]]\nname = "below"\nkind = "{kind}"\noptions = {{{options}}}\n')
+    words = ["serve", "--check", "--pool-bytes", "64MiB", "--http-port", "0", *place]
+    assert main([*words, "--config", str(file)]) == 3
+    said = capsys.readouterr().out
+    assert "tier below could not start" in said
+    assert f"fix: in kvd's source tree, pip install ./client '.[{kind}]'" in said
+
+
 def test_a_directory_in_the_place_of_a_table_is_found_by_the_check(
     place: list[str], shared_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

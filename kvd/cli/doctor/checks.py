@@ -29,7 +29,7 @@ from kvd.pool.choices import settled
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.ownership import refuse_owned, require_files, require_writable
 from kvd.processes import extras
-from kvd.tiers.kinds import check_options
+from kvd.tiers.kinds import check_options, require_library
 from kvd.tiers.store import TierUnusable
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -247,13 +247,22 @@ def _pages(on: Subject) -> Iterator[Diagnosis]:
 
 
 def _tiers(on: Subject) -> Iterator[Diagnosis]:
-    """Whether kvd's own stores would take their options. A tier that can't start serves nothing."""
+    """Whether kvd's own stores would take their options, and have their libraries.
+
+    A tier that can't start serves nothing.
+    """
     for at, rule in enumerate(on.config.tiers if on.before_start else ()):
         try:
             check_options(rule.store, rule.options)
         except TierUnusable as error:
             problem = f"tier {rule.name} could not start: {error}"
             yield Diagnosis("tiers", problem, f"correct options of tiers[{at}] (docs/tiers.md)")
+            continue
+        try:
+            require_library(rule.store)
+        except TierUnusable as error:
+            problem, _, fix = str(error).rpartition(": ")
+            yield Diagnosis("tiers", f"tier {rule.name} could not start: {problem}", fix)
 
 
 def _owner(path: Path) -> str:

@@ -58,6 +58,17 @@ Addresses = Sequence[Sequence[int]]
 Sizes = Sequence[Sequence[int]]
 
 
+def load_library() -> Any:
+    """Mooncake's own module. TierUnusable, with what to install, where it can't be loaded."""
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise TierUnusable(
+            f"Mooncake's client can't be loaded ({error}): {extras.install('mooncake')}, and"
+            " Debian's libibverbs1, libnuma1 and libcurl4"
+        ) from None
+
+
 class MooncakeClient:
     """One connection to a cluster, for any thread. No call after `close`: the library crashes."""
 
@@ -76,13 +87,7 @@ class MooncakeClient:
         """Find the master. TierUnusable where there is no library; TierError where no master is."""
         says_as_told = "MC_LOG_LEVEL" in os.environ
         _set_environment(options)
-        try:
-            module = importlib.import_module("mooncake.store")
-        except ImportError as error:
-            raise TierUnusable(
-                f"Mooncake's client can't be loaded ({error}): {extras.install('mooncake')}, and"
-                " Debian's libibverbs1, libnuma1 and libcurl4"
-            ) from None
+        module = load_library()
         replication = module.ReplicateConfig()
         replication.replica_num = options.replicas
         library = module.MooncakeDistributedStore()
