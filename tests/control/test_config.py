@@ -321,12 +321,11 @@ def test_the_flag_for_checksums_without_a_value_turns_them_on() -> None:
         'log_format = "json"\n[tenants]\na = 5\n',
     ],
 )
-def test_a_daemon_whose_log_is_json_says_so_too_what_is_wrong_with_its_settings(
-    write,  # type: ignore[no-untyped-def]
-    capfd: pytest.CaptureFixture[str],
-    wrong: str,
+def test_a_daemon_whose_log_is_json_says_in_it_what_is_wrong_with_its_settings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: str
 ) -> None:
-    file = str(write(wrong))
+    file = str(tmp_path / "kvd.toml")
+    Path(file).write_text(wrong)
     assert main(["serve", "--config", file]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     said = json.loads(line)
