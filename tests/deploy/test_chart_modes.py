@@ -419,3 +419,44 @@ def test_the_chart_packs_with_its_files_and_renders_from_the_archive(tmp_path: P
     assert re.fullmatch(r"kvd-[\d.]+\.tgz", path.name)
     with helm.Chart.load(str(path)) as packed:
         assert objects(packed, EVERYTHING)["PrometheusRule"]["spec"]["groups"]
+
+
+OWN = {"app.kubernetes.io/name": "cache"}
+MODELS = [{"name": "models", "emptyDir": {}}]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"podLabels": OWN}, r"podLabels has app\.kubernetes\.io/name, .* leave it out"),
+        ({**SIDECAR, "podLabels": {"app.kubernetes.io/component": "x"}}, "podLabels has"),
+        ({"podAnnotations": {"kvd/config-digest": "x"}}, "podAnnotations has kvd/config-digest"),
+        ({"metrics": {"dashboards": {"labels": OWN}}}, r"metrics\.dashboards\.labels has"),
+        ({"extraVolumes": [{"name": "pool", "emptyDir": {}}]}, "extraVolumes has name pool"),
+        ({"extraVolumeMounts": [{"name": "x", "mountPath": "/tmp"}]}, "has mountPath /tmp"),
+        (
+            {**SIDECAR, "extraVolumes": MODELS, "engine": {"extraVolumes": MODELS}},
+            r"engine\.extraVolumes has name models, .*: rename it",
+        ),
+        (
+            {"engine": {"enabled": True, "extraVolumeMounts": [{"mountPath": "/dev/shm"}]}},
+            r"engine\.extraVolumeMounts has mountPath /dev/shm",
+        ),
+    ],
+)
+def test_what_would_be_in_a_manifest_twice_is_refused_with_its_field(
+    chart: helm.Chart, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(helm.HelmError, match=said):
+        chart.render(given, name="demo", namespace="caches")
+
+
+def test_labels_and_volumes_of_ones_own_come_beside_the_charts(chart: helm.Chart) -> None:
+    given = {
+        "podLabels": {"app.kubernetes.io/component": "cache"},
+        "extraVolumes": MODELS,
+        "engine": {"enabled": False, "extraVolumes": MODELS},
+    }
+    template = objects(chart, given)["DaemonSet"]["spec"]["template"]
+    assert template["metadata"]["labels"]["app.kubernetes.io/component"] == "cache"
+    assert MODELS[0] in template["spec"]["volumes"]

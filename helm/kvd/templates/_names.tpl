@@ -113,6 +113,58 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf $drain 5) -}}
 {{- fail (printf "terminationGracePeriodSeconds is %v, and the daemon drains for up to %v s (config.drain_seconds): it would be killed; give it 5 s more than that at least" .Values.terminationGracePeriodSeconds $drain) -}}
 {{- end -}}
+{{- include "kvd.refuseLabels" . -}}
+{{- include "kvd.refuseVolumes" . -}}
+{{- end -}}
+
+{{- /* A key twice: YAML has none, and the cluster takes the last, so that no selector would match. */ -}}
+{{- define "kvd.refuseLabels" -}}
+{{- $ours := include "kvd.labels" . | fromYaml -}}
+{{- range $what := list "prometheusRule" "dashboards" "serviceMonitor" "podMonitor" -}}
+{{- include "kvd.refuseKeys" (list (printf "metrics.%s.labels" $what) (get $.Values.metrics $what).labels $ours) -}}
+{{- end -}}
+{{- $engine := or .Values.engine.enabled (eq .Values.mode "sidecar") -}}
+{{- $engineLabels := ternary (include "kvd.engineLabels" . | fromYaml) dict $engine -}}
+{{- $daemonLabels := ternary $ours dict (eq .Values.mode "daemonset") -}}
+{{- include "kvd.refuseKeys" (list "podLabels" .Values.podLabels (merge (dict) $daemonLabels $engineLabels)) -}}
+{{- include "kvd.refuseKeys" (list "podAnnotations" .Values.podAnnotations (dict "kvd/config-digest" "" "kvd/connection-digest" "")) -}}
+{{- end -}}
+
+{{- define "kvd.refuseKeys" -}}
+{{- $ours := index . 2 -}}
+{{- range $key, $_ := index . 1 -}}
+{{- if hasKey $ours $key -}}
+{{- fail (printf "%s has %s, which the chart sets itself: leave it out" (index $ 0) $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Kubernetes has every volume of a pod, and every path in a container, once. */ -}}
+{{- define "kvd.refuseVolumes" -}}
+{{- $ours := include "kvd.volumes" . | fromYamlArray -}}
+{{- $mounts := (include "kvd.container" . | fromYamlArray | first).volumeMounts -}}
+{{- include "kvd.refuseTwice" (list "extraVolumes" "name" $ours) -}}
+{{- include "kvd.refuseTwice" (list "extraVolumeMounts" "mountPath" $mounts) -}}
+{{- $run := list (dict "name" "run") -}}
+{{- $shared := concat (ternary $ours $run (eq .Values.mode "sidecar")) (list (dict "name" "shm")) -}}
+{{- $paths := list (dict "mountPath" "/run/kvd") (dict "mountPath" "/dev/shm") -}}
+{{- if or .Values.engine.enabled (eq .Values.mode "sidecar") -}}
+{{- include "kvd.refuseTwice" (list "engine.extraVolumes" "name" (concat $shared (default list .Values.engine.extraVolumes))) -}}
+{{- include "kvd.refuseTwice" (list "engine.extraVolumeMounts" "mountPath" (concat $paths (default list .Values.engine.extraVolumeMounts))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvd.refuseTwice" -}}
+{{- $name := index . 1 -}}
+{{- $found := list -}}
+{{- range $one := index . 2 -}}
+{{- $value := get $one $name -}}
+{{- if has $value $found -}}
+{{- $fix := ternary "choose another path" "rename it, or leave it out and mount the one that is there" (eq $name "mountPath") -}}
+{{- fail (printf "%s has %s %s, and something else has it already: %s" (index $ 0) $name $value $fix) -}}
+{{- end -}}
+{{- $found = append $found $value -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* What `vllm serve --kv-transfer-config` takes. */ -}}
