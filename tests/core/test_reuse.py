@@ -142,3 +142,22 @@ def test_a_sampled_regret_stands_for_as_many_as_were_not_sampled(
     sample.use(blocks, BLOCK, 2 << STAMP_SHIFT)
     assert sample.regrets[0] == 2 * sample.blocks
     assert 400 < sample.blocks < 600
+
+
+def test_a_cold_engines_few_blocks_are_no_finds() -> None:
+    for count in (1, 5, 40, 300, MAX_SAMPLED_BLOCKS):
+        sample = ReuseSample(1 << 40)
+        for first in range(0, count, 100):
+            sample.use(tags(*range(first, min(count, first + 100))), BLOCK)
+        curve = sample.curve()
+        assert curve is not None
+        assert [ratio for _, ratio in curve.points] == [0, 0, 0, 0]
+
+
+def test_what_a_few_blocks_find_is_told_to_the_block() -> None:
+    sample = ReuseSample(1 << 40)
+    for _ in range(2):
+        sample.use(tags(*range(10)), BLOCK)
+    curve = sample.curve()
+    assert curve is not None
+    assert [ratio for _, ratio in curve.points] == [0.5] * 4

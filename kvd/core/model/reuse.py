@@ -19,7 +19,7 @@ from kvd.core.keys import U64, Slots
 from kvd.core.model.slots import SECONDS_A_STAMP, STAMP_SHIFT
 
 MAX_SAMPLED_BLOCKS = 4096
-FIRST_SHARE = 1 / 4  # of all blocks; less once so many are known
+FIRST_SHARE = 1.0  # of all blocks: of few, none is guessed; less once so many are known
 SCALES = (0.5, 1.0, 2.0, 4.0)  # of the pool
 REGRETTED_WITHIN = (60, 600, 3600)  # within which an evicted block is asked for again
 _PLACES = 4 * MAX_SAMPLED_BLOCKS  # more than those and what one message brings
