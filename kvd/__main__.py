@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from kvd.cli.interrupts import ends_at_once
-from kvd.linux import standard_streams
+from kvd.linux import signals, standard_streams
 
 with ends_at_once():
     import click
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        ended = CLI.main(args=words, prog_name="kvd", standalone_mode=False)
+        with signals.held() if words[:1] == ["serve"] else contextlib.nullcontext():
+            ended = CLI.main(args=words, prog_name="kvd", standalone_mode=False)
     except click.ClickException as error:
         with contextlib.suppress(OSError):  # its code is still told
             error.show()

@@ -268,6 +268,7 @@ class Daemon:
             at_terminal = sys.stderr.isatty()
             told = self._told_to_stop if at_terminal else self._told_to_reload
             self._loop.add_signal_handler(signal.SIGHUP, told)
+        signals.take_held()
         self._loop.set_exception_handler(_on_loop_exception)
 
     def _told_to_stop(self) -> None:

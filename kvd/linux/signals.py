@@ -10,7 +10,9 @@ movers itself.
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGXCPU, signal.SIGPWR)
 IGNORED = (
@@ -24,6 +26,24 @@ IGNORED = (
     signal.SIGSTKFLT,
     *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
 )
+
+
+HELD = (signal.SIGHUP, signal.SIGUSR1, *IGNORED)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """A daemon begins in here: signals that don't ask for its end wait until `take_held`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_held() -> None:
+    """From now on signals come at once; each has its handler by now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
 
 
 def ignore_meaningless() -> None:

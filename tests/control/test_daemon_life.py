@@ -406,6 +406,18 @@ def test_signals_without_a_meaning_leave_daemon_and_movers_alone() -> None:
         engine.close()
 
 
+def test_signals_that_come_while_the_daemon_begins_are_heeded_once_it_can() -> None:
+    running = RunningDaemon()
+    running.module = "tests.control.daemon_signalled_early"
+    try:
+        running.start()
+        wait_until(lambda: "the settings were reloaded" in running.log.read_text(), "a reload")
+        assert running.stop() == 0
+        assert "log level is debug now" in running.log.read_text()
+    finally:
+        running.remove()
+
+
 def test_an_operators_drain_refuses_sessions_and_says_not_serving() -> None:
     with daemon() as running:
         operator = Caller(running.socket)
