@@ -292,6 +292,7 @@ def test_capacity_fraction_is_of_the_distinct_blocks(
         [],
         ["--capacity-blocks", "5", "--capacity-fraction", "0.5"],
         ["--capacity-blocks", "0"],
+        ["--capacity-blocks", str((1 << 27) + 1)],
         ["--capacity-fraction", "0"],
         ["--capacity-fraction", "1.5"],
         ["--capacity-fraction", "nan"],

@@ -166,6 +166,14 @@ def test_what_cannot_be_replayed_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
+def test_a_device_takes_no_memory_for_places_that_nobody_used() -> None:
+    device = DeviceMemory(1 << 50)
+    for _ in range(2):
+        assert device.begin([1, 2, 3]) == []
+        device.end()
+    assert device.leading([1, 2, 3, 4]) == 3
+
+
 def test_command_tells_device_and_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_trace(tmp_path / "trace.jsonl", REQUESTS))
     size = ["--capacity-blocks", "20", "--device-blocks", str(LONGEST), "--store", "lazy"]

@@ -168,7 +168,8 @@ def _block_bytes(text: str) -> int:
     return size
 
 
-_COUNT = Checked(whole_number(1, 1 << 62), "count")
+MOST_CACHE_BLOCKS = 1 << 27  # of a pool, a tier or a device
+_COUNT = Checked(whole_number(1, MOST_CACHE_BLOCKS), "count")
 
 
 @click.command("replay")
@@ -387,7 +388,7 @@ def _plain_size(text: str) -> int:
 
 
 _TIER_FIELDS: dict[str, Callable[[str], Any]] = {
-    "blocks": whole_number(1, 1 << 27),
+    "blocks": whole_number(1, MOST_CACHE_BLOCKS),
     "fraction": number(1e-6, 1),
     "policy": one_of(*POLICY_NAMES),
     "write": one_of(*WRITES),

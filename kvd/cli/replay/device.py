@@ -42,9 +42,10 @@ class DeviceMemory:
     """Which blocks so many places hold, and which of them a request would get next."""
 
     def __init__(self, places: int) -> None:
-        self._held: list[int | None] = [None] * places  # by place: its block
+        self._fresh = places  # that were never used: they come first, and take no memory until then
+        self._held: list[int] = []  # by place that was used: its block
         self._places: dict[int, Places] = {}  # of each block; several where two computed it
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(places))
+        self._free: OrderedDict[int, None] = OrderedDict()
         self._used: list[int] = []  # places of the request that runs, head first
 
     def leading(self, blocks: Sequence[int]) -> int:
@@ -61,12 +62,15 @@ class DeviceMemory:
             self._used.append(place)
         left = []
         for block in blocks[found:]:
-            place, _ = self._free.popitem(last=False)
-            before = self._held[place]
-            if before is not None:
+            if self._fresh:
+                self._fresh -= 1
+                place = len(self._held)
+                self._held.append(block)
+            else:
+                place, _ = self._free.popitem(last=False)
+                before, self._held[place] = self._held[place], block
                 left.append(before)
                 self._forget(before, place)
-            self._held[place] = block
             self._places.setdefault(block, {})[place] = None
             self._used.append(place)
         return left
