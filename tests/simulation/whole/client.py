@@ -44,8 +44,9 @@ from tests.simulation.whole.ranks import Engine, Wish
 STEP_S = 0.002
 BYTES = 4096  # of an engine block of each group
 LONGEST_STEP_S = 15.0  # whatever the daemon does: flushes of stores, then of loads
-DEFERRED_S, DEFERRED_ASKS = 40.0, 200  # a request is computed then, at the latest
-LOADING_S, LOADING_STEPS = 100.0, 50  # a load has ended then, at the latest
+DEFERRED_S = 30.0  # a request is computed then, at the latest
+LOADING_S = 60.0  # a load has ended then, at the latest
+COUNTED_S = 2.0  # at most, of the time between two steps: clocks jump, and engines stand
 DRAINED_S = 100.0
 FULL = Group(tokens_per_block=4, shard_bytes=(BYTES,))
 WIDE = Group(tokens_per_block=8, shard_bytes=(BYTES,), blocks_per_block=2)
@@ -138,6 +139,25 @@ class ClientSide:
         return report
 
 
+class Waits:
+    """How long each has waited, as far as the engine looked."""
+
+    def __init__(self, most_s: float) -> None:
+        self._most_s = most_s
+        self._seen: dict[str, tuple[float, float]] = {}  # when last, and how long until then
+
+    def note(self, name: str, now: float) -> None:
+        """It waits still. AssertionError where that is for too long."""
+        last, waited = self._seen.get(name, (now, 0.0))
+        waited += min(now - last, COUNTED_S)
+        self._seen[name] = now, waited
+        assert waited < self._most_s, f"{name} waits for {waited:.0f} s"
+
+    def keep(self, names: set[str]) -> None:
+        """Only these wait."""
+        self._seen = {name: each for name, each in self._seen.items() if name in names}
+
+
 class CarelessEngine(PagedEngine):
     """One life of the engine's processes. Its KV depends on its epoch, too: a reset changes it."""
 
@@ -146,8 +166,7 @@ class CarelessEngine(PagedEngine):
         self.version = ""
         self.arrives = True
         self.loaded: set[str] = set()
-        self._deferred: dict[str, tuple[float, int]] = {}
-        self._loading: dict[str, tuple[float, int]] = {}
+        self._deferred, self._loading = Waits(DEFERRED_S), Waits(LOADING_S)
         common = random.Random(7)  # engines of one model have prompts in common
         self.bases = [[common.randrange(3) for _ in range(40)] for _ in range(2)]
 
@@ -165,24 +184,17 @@ class CarelessEngine(PagedEngine):
 
     def _matched(self, name: str) -> int | None:
         found = super()._matched(name)
-        if found is not None:
-            self._deferred.pop(name, None)
-            return found
-        since, asks = self._deferred.get(name, (self.side.clock(), 0))
-        self._deferred[name] = since, asks + 1
-        waited = self.side.clock() - since
-        assert waited < DEFERRED_S or asks < DEFERRED_ASKS, f"{name} is deferred for {waited:.0f} s"
-        return None
+        if found is None:
+            self._deferred.note(name, self.side.clock())
+        return found
 
     def _take_outcome(self, report: WorkerReport) -> None:
         super()._take_outcome(report)
         loading = {s.name for s in [*self.sequences.values(), *self.held.values()] if s.loading}
-        self._loading = {n: each for n, each in self._loading.items() if n in loading}
+        self._loading.keep(loading)
         for name in loading:
-            since, steps = self._loading.get(name, (self.side.clock(), 0))
-            self._loading[name] = since, steps + 1
-            waited = self.side.clock() - since
-            assert waited < LOADING_S or steps < LOADING_STEPS, f"{name} loads for {waited:.0f} s"
+            self._loading.note(name, self.side.clock())
+        self._deferred.keep({s.name for s in self.sequences.values() if not s.runs} - loading)
 
     def _has_loaded(self, name: str) -> None:
         self.loaded.add(name)

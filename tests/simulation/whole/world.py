@@ -47,7 +47,7 @@ from tests.simulation.whole.tiers import SimStore, SimTiers, TierTemper
 from tests.simulation.whole.watched import CheckedMachine
 
 EXTENT_BYTES = 65536
-CLIENTS_IN = 1  # of four worlds, by seed
+CLIENTS_IN = 5  # of eight worlds in a row
 _TIERS = (0, 1, 2, 0)  # of worlds by seed: eight in a row have one of each kind
 
 
@@ -262,12 +262,12 @@ class World:
                 )
             )
 
-        for number in range(1 + self.seed // 4 % 2 if self.seed % 4 == CLIENTS_IN else 0):
+        for number in range(1 + self.seed // 8 % 2 if self.seed % 8 == CLIENTS_IN else 0):
             self.engines.append(self._client(number))
 
     def _client(self, number: int) -> ClientEngine:
         """Two of a world have one model, so that they meet in its blocks."""
-        groups = client.MODELS[self.seed // 8 % len(client.MODELS)]
+        groups = client.MODELS[self.seed // 16 % len(client.MODELS)]
         return ClientEngine(
             f"client{number}",
             client.model_of("served", "red", 101, groups),
@@ -276,7 +276,7 @@ class World:
             self.meanings,
             self.note,
             groups=groups,
-            options=client.OPTIONS[self.seed // 16 % len(client.OPTIONS)],
+            options=client.OPTIONS[self.seed // 80 % len(client.OPTIONS)],
             threads=self.threads,
             links=self.links,
         )
