@@ -73,14 +73,15 @@ def ask_for(number: int, seeds: int, steps: int) -> str:
 def live_with(bug: Bug, seeds: int, steps: int) -> int:
     """Worlds with the bug, until one fails."""
     plant(bug)
-    from tests.simulation.whole.world import SimFailure, World
+    from tests.simulation.whole.world import CLIENTS_EVERY, CLIENTS_IN, SimFailure, World
 
-    for seed in range(seeds):
+    first, every = (CLIENTS_IN, CLIENTS_EVERY) if bug.needs_clients else (0, 1)
+    for lived in range(seeds):
         try:
-            World(seed, steps).run()
+            World(first + every * lived, steps).run()
         except SimFailure as failure:
             print(
-                f"{CAUGHT} with {seed + 1} seed{'s' if seed else ''}, step {failure.step}:"
+                f"{CAUGHT} with {lived + 1} seed{'s' if lived else ''}, step {failure.step}:"
                 f" {failure.kind}"
             )
             return 0

@@ -22,8 +22,15 @@ class Bug:
     @property
     def layer(self) -> str:
         """The room, for the score."""
+        if self.needs_clients:
+            return "client"
         room = self.module.split(".")[1]
         return {"runtime": "driver"}.get(room, "client" if room == "page" else room)
+
+    @property
+    def needs_clients(self) -> bool:
+        """Whether only a world in which the real client lives can show it."""
+        return self.module.startswith("kvd_client.")
 
 
 def _bug(
@@ -452,12 +459,101 @@ CONTROL = (
     ),
 )
 
+_client = partial(_bug, "kvd_client")
+
 CLIENT = (
     Bug(
         "probe that sees nothing",
         "kvd_proto.page",
         "present: Flags = found.view(np.uint64).reshape(-1) != _NONE",
         "present: Flags = found.view(np.uint64).reshape(-1) == _NONE",
+    ),
+    _client(
+        "block that is given on before its stores have ended",
+        "scheduler.fences",
+        "            self._flush |= self._jobs.readers(group, new)\n",
+        "",
+    ),
+    _client(
+        "store that begins late and is not waited for",
+        "scheduler.fences",
+        "self._jobs.readers(group, blocks).intersection(computed_stores)",
+        "set()",
+    ),
+    _client(
+        "load that failed and is believed",
+        "scheduler.outcomes",
+        "        failed = load.has_failed\n",
+        "        failed = False\n",
+    ),
+    _client(
+        "load of before a reset that is believed",
+        "scheduler.outcomes",
+        "failed=job.has_failed or job.stale",
+        "failed=job.has_failed",
+    ),
+    _client(
+        "one token too many found",
+        "scheduler.matching",
+        "        found = self._queue.hit_tokens(request, num_computed_tokens)\n",
+        "        found = self._queue.hit_tokens(request, num_computed_tokens)\n"
+        "        found = request.num_tokens if found else found\n",
+    ),
+    _client(
+        "load that leaves out the hit's last block",
+        "scheduler.loads",
+        "wanted = range(request.computed_tokens // tokens, -(-hit_tokens // tokens))",
+        "wanted = range(request.computed_tokens // tokens, -(-hit_tokens // tokens) - 1)",
+    ),
+    _client(
+        "flush that waits for nothing",
+        "worker.worker",
+        "        left = self.wait(plan.flush, self._flush_timeout_s)\n",
+        "        return\n",
+    ),
+    _client(
+        "store given up that its mover does not hear of",
+        "worker.jobs",
+        "                    job.registration.abandon(job_id)\n",
+        "                    pass\n",
+    ),
+    _client(
+        "jobs of a dead mover that never end",
+        "worker.worker",
+        "self._jobs.bury(lost)",
+        "pass",
+    ),
+    _client(
+        "load that takes too long and is let be",
+        "worker.worker",
+        "            registration.kill()  # again each time, until it is dead\n",
+        "            pass\n",
+    ),
+    _client(
+        "failed store that is told as done",
+        "worker.jobs",
+        "report = JobReport(job_id, left or status == DONE,",
+        "report = JobReport(job_id, True,",
+    ),
+    _client(
+        "connection that never comes again",
+        "connection",
+        "            self._closing.wait(self._end_attempt(error_of(self._hold_session)))\n",
+        "            self._end_attempt(error_of(self._hold_session))\n"
+        "            self._closing.wait(1e6)\n",
+    ),
+    _client(
+        "reset that the daemon is not told of",
+        "connection",
+        "            reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)\n"
+        "            self._put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)\n",
+        "            self._sequence -= 1\n",
+    ),
+    _client(
+        "steps that are numbered anew by nobody",
+        "connection",
+        "            self._sequence = 0\n            self._steps.clear()\n",
+        "            self._steps.clear()\n",
     ),
 )
 

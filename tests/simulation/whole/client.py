@@ -46,6 +46,7 @@ BYTES = 4096  # of an engine block of each group
 LONGEST_STEP_S = 15.0  # whatever the daemon does: flushes of stores, then of loads
 DEFERRED_S = 30.0  # a request is computed then, at the latest
 LOADING_S = 60.0  # a load has ended then, at the latest
+LAST_FREED = 0.7  # of the blocks that are taken
 COUNTED_S = 2.0  # at most, of the time between two steps: clocks jump, and engines stand
 DRAINED_S = 100.0
 FULL = Group(tokens_per_block=4, shard_bytes=(BYTES,))
@@ -198,6 +199,11 @@ class CarelessEngine(PagedEngine):
 
     def _has_loaded(self, name: str) -> None:
         self.loaded.add(name)
+
+    def _take(self, number: int) -> int:
+        """Mostly what became free last, whose stores may still be under way."""
+        self.free[number].rotate(int(self.source.random() < LAST_FREED))
+        return super()._take(number)
 
     def reset(self, version: str) -> None:
         """As where weights change: nothing that was computed before is of use any more."""

@@ -47,7 +47,7 @@ from tests.simulation.whole.tiers import SimStore, SimTiers, TierTemper
 from tests.simulation.whole.watched import CheckedMachine
 
 EXTENT_BYTES = 65536
-CLIENTS_IN = 5  # of eight worlds in a row
+CLIENTS_IN, CLIENTS_EVERY = 5, 8  # the sixth of eight worlds in a row
 _TIERS = (0, 1, 2, 0)  # of worlds by seed: eight in a row have one of each kind
 
 
@@ -262,8 +262,9 @@ class World:
                 )
             )
 
-        for number in range(1 + self.seed // 8 % 2 if self.seed % 8 == CLIENTS_IN else 0):
-            self.engines.append(self._client(number))
+        if self.seed % CLIENTS_EVERY == CLIENTS_IN:
+            clients = 1 + self.seed // CLIENTS_EVERY % 2
+            self.engines += [self._client(number) for number in range(clients)]
 
     def _client(self, number: int) -> ClientEngine:
         """Two of a world have one model, so that they meet in its blocks."""
