@@ -398,7 +398,8 @@ class RawEngine(Engine):
                 verdict = driver.load(event)
             else:
                 task = self.loop.create_task(driver.store(event))
-                self.loop.run_until(self.loop.now + 1.0, task.done)
+                until = max(self.loop.now, self.loop.stalled_until)
+                self.loop.run_until(until + 1.0, task.done)
                 verdict = task.result()
         except KvdError as error:
             self.journal(f"job {number} broke {error.reason}")

@@ -55,6 +55,7 @@ class SimLoop:
         self._number = 0
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.jumps = 0
+        self.stalled_until = 0.0  # the daemon's process is stopped until then
         self.after_call: Callable[[], None] = lambda: None  # of the daemon's
         self.is_busy: Callable[[], bool] = lambda: False  # the daemon's next call comes later
 
@@ -136,7 +137,7 @@ class SimLoop:
         ready, timers = self._ready, self._timers
         calls = 0
         while True:
-            while ready:
+            while ready and self.now >= self.stalled_until:
                 call = ready.popleft()
                 if not call.cancelled_:
                     call.called(*call.args)
@@ -151,7 +152,7 @@ class SimLoop:
             if done is not None and done():
                 return
             if not timers or timers[0][0] > end:
-                if ready:
+                if ready and self.now >= self.stalled_until:
                     continue
                 self.now = max(self.now, end)
                 return
@@ -160,7 +161,9 @@ class SimLoop:
                 self.now, calls = when, 0
             if call.cancelled_:
                 continue
-            if call.daemons:
+            if call.daemons and self.now < self.stalled_until:
+                self._at(self.stalled_until, call)
+            elif call.daemons:
                 ready.append(call)
             else:
                 call.called(*call.args)
@@ -171,8 +174,15 @@ class SimLoop:
         self.jumps += 1
         self.now += seconds
 
+    def stall(self, seconds: float) -> None:
+        """Nothing that the daemon has scheduled happens meanwhile. Deadlines don't hold then."""
+        self.jumps += 1
+        self.stalled_until = self.now + seconds
+        self.outside(seconds, lambda: None)
+
     def forget_daemon(self) -> None:
         """The daemon's process is gone, with all that it was about to do."""
+        self.stalled_until = 0.0
         self._ready.clear()
         self._timers[:] = [each for each in self._timers if not each[2].daemons]
         heapq.heapify(self._timers)

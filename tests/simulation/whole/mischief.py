@@ -32,7 +32,7 @@ MOST_ROTTEN = 9  # blocks whose bytes rot at once
 def do_one(world: World) -> None:
     """To an engine, or to all."""
     engine = world.random.choice(world.engines)
-    what = world.random.choice(_CHOICES)
+    what = world.random.choice(_CHOICES if world.clients == 0 else _CHOICES_BESIDE_CLIENTS)
     world.note(f"{what.__name__} {engine.name}")
     what(world, engine)
 
@@ -188,6 +188,13 @@ def clock_jumps(world: World, _engine: Engine) -> None:
         each.found.clear()
 
 
+def daemon_stalls(world: World, _engine: Engine) -> None:
+    """Only a client that waits for answers minds; the others ask without waiting."""
+    world.loop.stall(world.random.choice([0.02, 0.3, 1.5, 6.0]))
+    for each in world.engines:
+        each.found.clear()
+
+
 def bytes_rot(world: World, _engine: Engine) -> None:
     if not world.settings.checksums:
         return
@@ -219,3 +226,4 @@ _WEIGHTS: list[tuple[Callable[[Any, Any], None], int]] = [
     (bytes_rot, 5),
 ]
 _CHOICES = [what for what, weight in _WEIGHTS for _ in range(weight)]
+_CHOICES_BESIDE_CLIENTS = [*_CHOICES, *[daemon_stalls] * 6]

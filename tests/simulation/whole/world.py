@@ -145,6 +145,7 @@ class World:
             self.meanings,
         )
         self.engines: list[Engine] = []
+        self.clients = 0  # of them
         self.ledger = Ledger()
         self.restarts = 0
         self.jumped_s = -1000.0
@@ -263,8 +264,8 @@ class World:
             )
 
         if self.seed % CLIENTS_EVERY == CLIENTS_IN:
-            clients = 1 + self.seed // CLIENTS_EVERY % 2
-            self.engines += [self._client(number) for number in range(clients)]
+            self.clients = 1 + self.seed // CLIENTS_EVERY % 2
+            self.engines += [self._client(number) for number in range(self.clients)]
 
     def _client(self, number: int) -> ClientEngine:
         """Two of a world have one model, so that they meet in its blocks."""
