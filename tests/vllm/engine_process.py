@@ -92,9 +92,12 @@ class EngineProcess:
         self._settling = True
 
     def _reset(self, connector: bool, running: bool) -> None:
-        done = self._engine.reset_prefix_cache(
-            reset_running_requests=running, reset_connector=connector
-        )
+        try:
+            done = self._engine.reset_prefix_cache(
+                reset_running_requests=running, reset_connector=connector
+            )
+        except RuntimeError:  # vLLM can't preempt a request that loads
+            done = False
         self._connection.send({"event": "reset", "done": done})
 
     def _count(self) -> None:

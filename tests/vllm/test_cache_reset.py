@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_BYTES, HITS, LENGTH, WHOLE, Engine, prompt, tokens
+from tests.vllm.node_daemon import NodeDaemon
 
 LOADED = "vllm:kv_offload_load_bytes"
 
@@ -67,3 +73,33 @@ def test_a_request_that_a_reset_preempts_is_loaded_again_in_the_same_step(
     assert one.reset(running=True)
     assert tokens(one.finish(request)) == plain.tokens(known, max_tokens=60)
     assert one.count(LOADED) == before + 2 * 6 * BLOCK_BYTES, "it was loaded twice"
+
+
+def test_a_reset_amid_a_load_clears_nothing_and_the_next_one_does(
+    engines: tuple[Engine, Engine], kvd: NodeDaemon, plain: Plain
+) -> None:
+    one, _ = engines
+    known, other = prompt("reset amid a load", LENGTH), prompt("beside that load", LENGTH)
+    one.store(known)
+    with stopped(kvd.movers()):
+        loading = one.submit(known)
+        one.generate(other)
+        assert not one.reset(running=True, connector=True), "vLLM refuses it"
+    assert tokens(one.finish(loading)) == plain.tokens(known)
+    one.settle()
+    assert one.reset()
+    assert hits_of(one, known) == WHOLE, "the epoch is the same"
+    assert one.reset(running=True, connector=True)
+    assert hits_of(one, known) == 0
+
+
+@contextmanager
+def stopped(movers: list[int]) -> Iterator[None]:
+    """These stand still meanwhile."""
+    for mover in movers:
+        os.kill(mover, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for mover in movers:
+            os.kill(mover, signal.SIGCONT)
