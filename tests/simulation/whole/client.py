@@ -201,8 +201,12 @@ class CarelessEngine(PagedEngine):
         self.loaded.add(name)
 
     def _take(self, number: int) -> int:
-        """Mostly what became free last, whose stores may still be under way."""
-        self.free[number].rotate(int(self.source.random() < LAST_FREED))
+        """Mostly what became free last, whose stores may still be under way.
+
+        A lazy engine says beforehand which it will take.
+        """
+        if not self.lazy:
+            self.free[number].rotate(int(self.source.random() < LAST_FREED))
         return super()._take(number)
 
     def reset(self, version: str) -> None:
