@@ -27,12 +27,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="bugs with this in their name")
+    parser.add_argument("--only", default="", help="bugs with this in their layer or name")
     parser.add_argument("--one", type=int, help="number of the bug to plant in this process")
     asked = parser.parse_args()
     if asked.one is not None:
         return live_with(BUGS[asked.one], asked.seeds, asked.steps)
-    chosen = [number for number, bug in enumerate(BUGS) if asked.only in bug.name]
+    chosen = [number for number, bug in enumerate(BUGS) if asked.only in f"{bug.layer} {bug.name}"]
     began = time.monotonic()
     with ThreadPoolExecutor(asked.processes) as pool:
         ask = partial(ask_for, seeds=asked.seeds, steps=asked.steps)

@@ -518,18 +518,6 @@ CLIENT = (
         "                    pass\n",
     ),
     _client(
-        "jobs of a dead mover that never end",
-        "worker.worker",
-        "self._jobs.bury(lost)",
-        "pass",
-    ),
-    _client(
-        "load that takes too long and is let be",
-        "worker.worker",
-        "            registration.kill()  # again each time, until it is dead\n",
-        "            pass\n",
-    ),
-    _client(
         "failed store that is told as done",
         "worker.jobs",
         "report = JobReport(job_id, left or status == DONE,",

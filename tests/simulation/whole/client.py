@@ -46,6 +46,7 @@ BYTES = 4096  # of an engine block of each group
 LONGEST_STEP_S = 15.0  # whatever the daemon does: flushes of stores, then of loads
 DEFERRED_S = 30.0  # a request is computed then, at the latest
 LOADING_S = 60.0  # a load has ended then, at the latest
+RESET_AMID_A_LOAD = 0.01  # of the steps
 LAST_FREED = 0.7  # of the blocks that are taken
 COUNTED_S = 2.0  # at most, of the time between two steps: clocks jump, and engines stand
 DRAINED_S = 100.0
@@ -164,7 +165,7 @@ class CarelessEngine(PagedEngine):
 
     def __init__(self, side: ClientSide, options: SchedulerOptions, seed: int) -> None:
         super().__init__(side, options, seed, speculates=seed % 2 == 1)
-        self.version = ""
+        self.seed, self.version = seed, ""
         self.arrives = True
         self.loaded: set[str] = set()
         self._deferred, self._loading = Waits(DEFERRED_S), Waits(LOADING_S)
@@ -179,6 +180,9 @@ class CarelessEngine(PagedEngine):
         began = self.side.clock()
         if self.arrives and len(self.sequences) < 5 and self.source.random() < 0.4:
             self._arrive()
+        loads = any(each.loading for each in self.sequences.values())
+        if self.arrives and loads and self.source.random() < RESET_AMID_A_LOAD:
+            self.reset(f"{self.version}+{self.seed}")
         self.take_step()
         took = self.side.clock() - began
         assert took < LONGEST_STEP_S, f"a step takes {took:.1f} s (I6)"
