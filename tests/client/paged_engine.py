@@ -17,6 +17,7 @@ from kvd_client import (
     NULL_BLOCK,
     Group,
     GroupKind,
+    RequestParams,
     ScheduledRequest,
     Scheduler,
     SchedulerOptions,
@@ -150,8 +151,12 @@ class PagedEngine:
         hashes: list[list[bytes]] = [[] for _ in self.groups]
         self.extend(hashes, tokens)
         self.sequences[name] = Sequence(name, tokens, most, len(tokens), hashes)
-        self.scheduler.on_new_request(name, len(tokens), hashes)
+        self.scheduler.on_new_request(name, len(tokens), hashes, self._parameters())
         return name
+
+    def _parameters(self) -> RequestParams | None:
+        """What the next request asks of the cache."""
+        return None
 
     def _preempt(self) -> None:
         running = [s for s in self.sequences.values() if s.runs]

@@ -17,6 +17,7 @@ from kvd_client import (
     Group,
     GroupKind,
     NamespaceFields,
+    RequestParams,
     SchedulerConnection,
     SchedulerOptions,
     StepPlan,
@@ -46,6 +47,7 @@ BYTES = 4096  # of an engine block of each group
 LONGEST_STEP_S = 15.0  # whatever the daemon does: flushes of stores, then of loads
 DEFERRED_S = 30.0  # a request is computed then, at the latest
 LOADING_S = 60.0  # a load has ended then, at the latest
+HANDED_OFF = 0.1  # of the requests: whole in the daemon when they end, and held there
 RESET_AMID_A_LOAD = 0.01  # of the steps
 LAST_FREED = 0.7  # of the blocks that are taken
 COUNTED_S = 2.0  # at most, of the time between two steps: clocks jump, and engines stand
@@ -59,6 +61,7 @@ OPTIONS = [
     SchedulerOptions(),
     SchedulerOptions(store_mode=StoreMode.LAZY),
     SchedulerOptions(retention_tokens=16, share_loads=False),
+    SchedulerOptions(trusts_page=True),
 ]
 
 
@@ -168,6 +171,7 @@ class CarelessEngine(PagedEngine):
         self.seed, self.version = seed, ""
         self.arrives = True
         self.loaded: set[str] = set()
+        self.stored = 0  # blocks
         self._deferred, self._loading = Waits(DEFERRED_S), Waits(LOADING_S)
         common = random.Random(7)  # engines of one model have prompts in common
         self.bases = [[common.randrange(3) for _ in range(40)] for _ in range(2)]
@@ -187,6 +191,11 @@ class CarelessEngine(PagedEngine):
         took = self.side.clock() - began
         assert took < LONGEST_STEP_S, f"a step takes {took:.1f} s (I6)"
 
+    def _parameters(self) -> RequestParams | None:
+        if self.source.random() > HANDED_OFF:
+            return None
+        return RequestParams(kv_transfer_params={"do_remote_decode": True})
+
     def _matched(self, name: str) -> int | None:
         found = super()._matched(name)
         if found is None:
@@ -195,6 +204,7 @@ class CarelessEngine(PagedEngine):
 
     def _take_outcome(self, report: WorkerReport) -> None:
         super()._take_outcome(report)
+        self.stored += sum(len(each.block_hashes) for each in self.scheduler.take_events())
         loading = {s.name for s in [*self.sequences.values(), *self.held.values()] if s.loading}
         self._loading.keep(loading)
         for name in loading:
@@ -363,15 +373,23 @@ class ClientEngine(Engine):
 
 
 class ClientWish(Wish):
-    """A prompt of its own is computed, stored, and then loaded."""
+    """A prompt of its own is computed, stored, and then loaded.
+
+    A lazy engine stores when the device is full, and by then its neighbours may have stored over
+    all of the group: it wants some of its blocks stored, and no more.
+    """
 
     def __init__(self, engine: ClientEngine) -> None:
         self._engine = engine
         self._name = ""
+        self._stored = engine.careless.stored
 
     @property
     def is_served(self) -> bool:
-        return self._name in self._engine.careless.loaded
+        careless = self._engine.careless
+        if careless.lazy:
+            return careless.stored > self._stored
+        return self._name in careless.loaded
 
     def ask(self) -> None:
         careless = self._engine.careless
