@@ -22,10 +22,16 @@ class Hand:
     """A watch that is fed by hand, and what a router would know by it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.watch = EventWatch("/nowhere", "test", clock=lambda: 0.0)
+        self.now = 0.0
+        self.watch = EventWatch("/nowhere", "test", clock=lambda: self.now)
         monkeypatch.setattr(self.watch, "_run", lambda: None)
         self.watch.follow(1, "e")
         self.reading = Reading(self.watch._turn, "e", set(), set())
+
+    def announce(self, *keys: Key) -> None:
+        """So long ago that what the stream says from now on is of these."""
+        self.watch.announce(keys)
+        self.now += event_watch.DOUBT_S
 
     def tell(self, kind: str, place: Residence, *keys: Key, epoch: str = "e") -> None:
         hashes = b"".join(key[: -event_watch.GROUP_BYTES] for key in keys)
@@ -85,7 +91,7 @@ def test_of_blocks_that_the_engine_never_announced_nothing_is_said(hand: Hand) -
 
 
 def test_a_block_that_a_tier_brings_up_is_in_host_memory_again(hand: Hand) -> None:
-    hand.watch.announce([ONE])
+    hand.announce(ONE)
     hand.tell("STORED", DISK, ONE)
     hand.tell("REMOVED", HOST, ONE)
     hand.tell("STORED", HOST, ONE)
@@ -97,7 +103,7 @@ def test_a_block_that_a_tier_brings_up_is_in_host_memory_again(hand: Hand) -> No
 
 
 def test_without_a_tier_a_removed_block_stays_removed(hand: Hand) -> None:
-    hand.watch.announce([ONE])
+    hand.announce(ONE)
     hand.tell("REMOVED", HOST, ONE)
     hand.tell("STORED", HOST, ONE)
     assert hand.watch.take() == [News(HOST, removed=True, keys=[ONE])]
@@ -118,7 +124,7 @@ def test_a_lost_tier_takes_its_own_blocks_along_and_no_others(hand: Hand) -> Non
 
 
 def test_a_cleared_namespace_is_gone_from_tiers_too(hand: Hand) -> None:
-    hand.watch.announce([ONE])
+    hand.announce(ONE)
     hand.tell("STORED", DISK, ONE)
     hand.watch.take()
     hand.tell("CLEARED", Residence(""))

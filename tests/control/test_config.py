@@ -6,11 +6,12 @@ import grp
 import json
 import pwd
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from kvd.__main__ import main
 from kvd.cli import serving
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
@@ -322,24 +323,26 @@ def test_the_flag_for_checksums_without_a_value_turns_them_on() -> None:
     ],
 )
 def test_a_daemon_whose_log_is_json_says_in_it_what_is_wrong_with_its_settings(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: str
+    tmp_path: Path, wrong: str
 ) -> None:
     file = str(tmp_path / "kvd.toml")
     Path(file).write_text(wrong)
-    assert main(["serve", "--config", file]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = said_by("serve", "--config", file).splitlines()
     said = json.loads(line)
     assert said["level"] == "critical"
-    assert main(["serve", "--config", file, "--log-format", "text"]) == 2
-    assert capfd.readouterr().err == f"kvd: {said['message']}\n"
-    assert main(["serve", "--config", file, "--check"]) == 2
-    assert capfd.readouterr().err == f"kvd: {said['message']}\n"
+    for plainly in (["--log-format", "text"], ["--check"]):
+        assert said_by("serve", "--config", file, *plainly) == f"kvd: {said['message']}\n"
 
 
-def test_a_gateway_says_in_its_logs_form_why_it_can_not_begin(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_gateway_says_in_its_logs_form_why_it_can_not_begin() -> None:
     words = ["--certificate=/none", "--key=/none", "--authority=/none", "--log-format=json"]
     for more in ([], ["--config=/none"]):
-        assert main(["gateway", *words, *more]) == 2
-        assert "/none" in json.loads(capfd.readouterr().err)["message"]
+        assert "/none" in json.loads(said_by("gateway", *words, *more))["message"]
+
+
+def said_by(*words: str) -> str:
+    """What a process says that can't begin. Its own: it sets up its log and its signals."""
+    command = [sys.executable, "-m", "kvd", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    return done.stderr

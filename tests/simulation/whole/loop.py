@@ -137,7 +137,7 @@ class SimLoop:
         ready, timers = self._ready, self._timers
         calls = 0
         while True:
-            while ready and self.now >= self.stalled_until:
+            while ready and not self.is_stalled:
                 call = ready.popleft()
                 if not call.cancelled_:
                     call.called(*call.args)
@@ -152,7 +152,7 @@ class SimLoop:
             if done is not None and done():
                 return
             if not timers or timers[0][0] > end:
-                if ready and self.now >= self.stalled_until:
+                if ready and not self.is_stalled:
                     continue
                 self.now = max(self.now, end)
                 return
@@ -161,7 +161,7 @@ class SimLoop:
                 self.now, calls = when, 0
             if call.cancelled_:
                 continue
-            if call.daemons and self.now < self.stalled_until:
+            if call.daemons and self.is_stalled:
                 self._at(self.stalled_until, call)
             elif call.daemons:
                 ready.append(call)
@@ -173,6 +173,11 @@ class SimLoop:
         """Time passes while the daemon is stopped, and nobody calls anything."""
         self.jumps += 1
         self.now += seconds
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the daemon's process is stopped: nobody can hold it to a deadline now."""
+        return self.now < self.stalled_until
 
     def stall(self, seconds: float) -> None:
         """Nothing that the daemon has scheduled happens meanwhile. Deadlines don't hold then."""

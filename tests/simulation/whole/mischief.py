@@ -95,6 +95,8 @@ def worker_unregisters(world: World, engine: Engine) -> None:
 def watch_release(world: World, movers: list[SimMover], within_s: float) -> None:
     """These are gone soon, whatever hangs (I5)."""
     daemon, jumps = world.daemon, world.loop.jumps
+    if world.loop.is_stalled:
+        return
 
     def check() -> None:
         if daemon is world.daemon and jumps == world.loop.jumps and not world.hazards.is_dead:

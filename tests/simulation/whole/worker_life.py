@@ -74,4 +74,5 @@ def unregister(world: World, engine: Engine, rank: int) -> None:
             assert task.done(), "a rank is not unregistered in time"
 
     task.add_done_callback(answered)
-    world.loop.outside(UNREGISTERED_S, check)
+    if not world.loop.is_stalled:
+        world.loop.outside(UNREGISTERED_S, check)
