@@ -37,6 +37,7 @@ NAME_BYTES = 16
 EVERY = b""  # names all namespaces
 _RECORD_BYTES = 32
 _RECORDS = MAX_CLEARED_NAMESPACES + 1
+_EARLIER_BYTES = _RECORDS * _RECORD_BYTES  # of earlier releases' table: without copies and seals
 _SEALS = 2 * _RECORDS  # the record in which they begin
 _SEAL_SEED = np.uint64(0x6B76642D67656E73)
 _GENERATION = 2  # of a first copy it is stored last: 0 is nobody's record
@@ -52,12 +53,13 @@ class Generations(MappedTable):
     def __init__(self, path: Path, *, was_here: bool = False) -> None:
         """`was_here`: a daemon had it here before. What it said is lost where it is missing."""
         found = path.stat().st_size if path.exists() else 0
-        least = 0 if was_here else 1
         super().__init__(path, _SEALS + _RECORDS * 8 // _RECORD_BYTES, _RECORD_BYTES)
         try:
             self._records, lost = self._read()
-            if lost.size or least <= found < _RECORDS * _RECORD_BYTES:
-                how = "damaged" if found else "lost"
+            # A start that found no room, or was killed, may have left it long and empty.
+            is_lost = was_here and found != _EARLIER_BYTES and not self._words.any()
+            if is_lost or lost.size or 0 < found < _EARLIER_BYTES:
+                how = "lost" if is_lost else "damaged"
                 log.warning("%s is %s: what tiers of this node hold is found no longer", path, how)
                 self._records[lost] = 0
                 self._records[_ALL, _GENERATION] = _fresh()

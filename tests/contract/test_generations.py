@@ -150,6 +150,25 @@ def test_the_table_of_an_earlier_release_is_read_and_written_as_it_does(tmp_path
     assert reread(tmp_path, unsealed) == said
 
 
+@pytest.mark.parametrize(
+    ("left", "is_lost"), [(None, True), (0, True), (2 * COPY + COPY // 4, True), (COPY, False)]
+)
+def test_a_table_that_was_here_and_says_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: int | None, is_lost: bool
+) -> None:
+    """Long and empty it is after a start that made it and found no room for it."""
+    if left is not None:
+        (tmp_path / AT).write_bytes(bytes(left))
+    table = Generations(tmp_path / AT, was_here=True)
+    assert (table.of(ONE) != (0, 0)) == is_lost, "an earlier release's may be empty"
+    last = answers(table)
+    table.close()
+    assert ("is lost" in caplog.text) == is_lost
+    again = Generations(tmp_path / AT, was_here=True)
+    assert answers(again) == last
+    again.close()
+
+
 @pytest.mark.parametrize("damage", ["both copies", "cut off"])
 def test_what_no_copy_proves_renames_all(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
