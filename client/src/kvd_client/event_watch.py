@@ -12,6 +12,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -70,8 +71,9 @@ class EventWatch:
         self._clock = clock
         self._lock = threading.Lock()  # held for microseconds
         # Announced, and until when what the stream says may be of a copy before the announced one.
-        self._tracked: dict[Key, float] = {}
-        self._gone: dict[Key, None] = {}
+        # Ordered: to take the oldest of many from a dict walks over all that were taken before it.
+        self._tracked: OrderedDict[Key, float] = OrderedDict()
+        self._gone: OrderedDict[Key, None] = OrderedDict()
         self._since: set[Key] | None = None  # stored since the namespace was cleared; None: unknown
         self._doubtful: dict[Key, float] = {}  # announced and removed, in which order is not known
         self._news = NewsList()
@@ -165,8 +167,7 @@ class EventWatch:
 
     def _bound_tracked(self) -> None:
         while len(self._tracked) > MAX_TRACKED:
-            oldest = next(iter(self._tracked))
-            del self._tracked[oldest]
+            oldest, _ = self._tracked.popitem(last=False)
             self._news.add(HOST, oldest, removed=True)
 
     def _lose_all(self) -> None:
@@ -300,7 +301,7 @@ class EventWatch:
                 self._news.add(HOST, key, removed=True)
             self._gone[key] = None  # and may be announced yet
         while len(self._gone) > MAX_GONE:
-            del self._gone[next(iter(self._gone))]
+            self._gone.popitem(last=False)
 
     def _stored(self, keys: list[Key]) -> None:
         for key in keys:
