@@ -57,9 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A module's tests end with the processes, descriptors and shared memory they began with."""
-    before = leaks.look()
+    before, mask = leaks.look(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     failed_before = request.session.testsfailed
     yield
+    blocked = signal.pthread_sigmask(signal.SIG_SETMASK, mask) - mask
+    assert not blocked, (
+        f"{request.node.name} blocks {blocked}: nothing that a test starts would end"
+    )
     if request.session.testsfailed > failed_before:
         return  # a failed test's frames are kept for its report, and all they hold with them
     gc.collect()

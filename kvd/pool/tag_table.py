@@ -68,6 +68,8 @@ class TagTable:
             firsts = np.unique(tags[left], return_index=True)[1]
             stood[left[firsts]] = self._remove_distinct(tags[left[firsts]])
             left = np.delete(left, firsts)
+            if not len(left):
+                break
         return stood
 
     def _remove_distinct(self, tags: U64) -> Buckets:

@@ -69,7 +69,7 @@ class EventWatch:
         self._socket_path = socket_path
         self._program = program
         self._clock = clock
-        self._lock = threading.Lock()  # held for microseconds
+        self._lock = threading.Lock()  # held for microseconds, but where all is lost
         # Announced, and until when what the stream says may be of a copy before the announced one.
         # Ordered: to take the oldest of many from a dict walks over all that were taken before it.
         self._tracked: OrderedDict[Key, float] = OrderedDict()

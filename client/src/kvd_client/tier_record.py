@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -86,8 +87,8 @@ class TierRecord:
 
     def __init__(self, news: NewsList) -> None:
         self._news = news
-        self._told: dict[Residence, dict[Key, None]] = {}
-        self._early: dict[tuple[Residence, Key], None] = {}
+        self._told: dict[Residence, OrderedDict[Key, None]] = {}
+        self._early: OrderedDict[tuple[Residence, Key], None] = OrderedDict()
         self._count = 0
 
     def holds(self, key: Key) -> bool:
@@ -111,7 +112,7 @@ class TierRecord:
         if place not in self._told:
             if len(self._told) == MAX_TIERS:
                 return
-            self._told[place] = {}
+            self._told[place] = OrderedDict()
         if is_announced or self.holds(key):
             self._tell(place, key)
             return
@@ -122,7 +123,7 @@ class TierRecord:
     def removed(self, place: Residence, key: Key) -> None:
         """The tier does not hold it any more."""
         self._early.pop((place, key), None)
-        keys = self._told.get(place, {})
+        keys = self._told.get(place, OrderedDict())
         if key in keys:
             del keys[key]
             self._count -= 1
@@ -150,7 +151,8 @@ class TierRecord:
         self._count -= len(keys)
         for key in keys:
             self._news.add(place, key, removed=True)
-        self._early = {early: None for early in self._early if early[0] != place}
+        left = (early for early in self._early if early[0] != place)
+        self._early = OrderedDict.fromkeys(left)
 
     def _tell(self, place: Residence, key: Key) -> None:
         keys = self._told[place]

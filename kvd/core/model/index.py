@@ -9,6 +9,7 @@ entries come, so there is no pause in which everything is hashed anew. Tags are 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
@@ -126,7 +127,7 @@ class Index:
         self._count = 0
         # Slots that found both buckets full, and their scopes and keys. Who knows the seed can make
         # any number of keys of one tag, so a tag would not tell these apart.
-        self._spilled: dict[int, _Name] = {}
+        self._spilled: OrderedDict[int, _Name] = OrderedDict()
         self._spill: dict[_Name, int] = {}  # the other way round
         self._spill_marks = np.zeros(_SPILL_MARKS, np.uint32)  # how many, at their tags' low bits
         self._probe: KeyProbe | None = None

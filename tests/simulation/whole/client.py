@@ -423,9 +423,9 @@ def model_of(name: str, tenant: str, uid: int, groups: tuple[Group, ...]) -> Mod
     return replace(model, fields=namespace_of(model, groups).to_proto())
 
 
-def in_force(threads: Threads, links: Links) -> AbstractContextManager[None]:
+def in_force(threads: Threads, links: Links, drawn: random.Random) -> AbstractContextManager[None]:
     """Within, what the client asks of time, threads and sockets is the simulation's."""
-    time, drawn = threads.as_time(), random.Random(threads.loop.now)
+    time = threads.as_time()
     return replaced(
         [
             (connection, "threading", threads.as_threading()),

@@ -74,6 +74,8 @@ class SimThread:
 
     def wait_until(self, ready: Ready, timeout_s: float | None) -> bool:
         """From within the thread. Whether it is so, before the time is over."""
+        if self._is_killed:
+            raise ProcessGone  # on its way out it waits for nothing
         loop = self._threads.loop
         deadline = None if timeout_s is None else loop.now + timeout_s
         if deadline is not None:
@@ -106,8 +108,7 @@ class SimThread:
         self._is_killed = True
         if self._thread.ident is not None:
             if not self._has_ended:
-                self._go.release()
-                self._back.acquire()
+                self._let_run()
             self._thread.join()
 
 
@@ -227,7 +228,7 @@ class Threads:
 
     def end_all(self) -> None:
         """The world's end."""
-        for process in {each.process for each in self.all}:
+        for process in sorted({each.process for each in self.all}):
             self.end(process)
 
     def as_threading(self) -> Any:

@@ -167,7 +167,7 @@ class World:
                 stack.enter_context(_log_watched("kvd", logging.ERROR, watched))
                 # The client warns of an error that nobody expects, and goes on.
                 stack.enter_context(_log_watched("kvd_client", logging.WARNING, watched))
-                stack.enter_context(client.in_force(self.threads, self.links))
+                stack.enter_context(client.in_force(self.threads, self.links, Random(self.seed)))
                 stack.callback(self.threads.end_all)
                 self._draw()
                 keeper = partial(TierKeeper, launch=self.tiers.launch)
