@@ -26,5 +26,6 @@ class Signalling:
 if __name__ == "__main__":
     from kvd.__main__ import main
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it (nohup)
     sys.meta_path.insert(0, Signalling())  # type: ignore[arg-type] # it has all that is called
     sys.exit(main())
