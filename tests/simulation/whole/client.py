@@ -376,7 +376,8 @@ class ClientWish(Wish):
     """A prompt of its own is computed, stored, and then loaded.
 
     A lazy engine stores when the device is full, and by then its neighbours may have stored over
-    all of the group: it wants some of its blocks stored, and no more.
+    all of the group. And of several groups each may have lost its rows before the next has them.
+    Such engines want some of their blocks stored, and no more.
     """
 
     def __init__(self, engine: ClientEngine) -> None:
@@ -387,7 +388,7 @@ class ClientWish(Wish):
     @property
     def is_served(self) -> bool:
         careless = self._engine.careless
-        if careless.lazy:
+        if careless.lazy or len(careless.groups) > 1:
             return careless.stored > self._stored
         return self._name in careless.loaded
 
