@@ -25,7 +25,10 @@ HIGHEST_PORT = 65535
 MOST_PATH_BYTES = 4096 - 257
 MOST_NAME_BYTES = 255
 MOST_SOCKET_BYTES = 107  # sun_path of unix(7), less its final zero
-FIT_FOR_A_SOCKET = "of at most 97 bytes: the kernel's limit for Unix sockets"
+_COMPANION = b".companion"  # what the name of the socket beside it has more
+FIT_FOR_A_SOCKET = (
+    f"of at most {MOST_SOCKET_BYTES - len(_COMPANION)} bytes: the kernel's limit for Unix sockets"
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
@@ -216,7 +219,7 @@ def read_socket_path(value: Any) -> Path:
 
 def is_too_long_for_a_socket(path: bytes) -> bool:
     """Whether the kernel would refuse it, or that of the companion socket beside it."""
-    return len(path + b".companion") > MOST_SOCKET_BYTES
+    return len(path + _COMPANION) > MOST_SOCKET_BYTES
 
 
 def _read_ids(kind: str, database: str, look_up: Callable[[str], int]) -> Callable[[Any], Any]:

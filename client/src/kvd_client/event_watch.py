@@ -281,13 +281,13 @@ class EventWatch:
                 note(keys[start : start + KEYS_AT_ONCE])
 
     def _cleared(self) -> None:
-        now = self._clock()
-        announced = {**self._tracked, **self._doubtful}
-        late = {key: until for key, until in announced.items() if now < until}
-        for key in announced.keys() - late.keys():
-            self._news.add(HOST, key, removed=True)
-        self._tiers.lose_all()
-        self._clear()
+        now, late = self._clock(), dict[Key, float]()
+        for announced in (self._tracked, self._doubtful):
+            late |= {key: until for key, until in announced.items() if now < until}
+        for key in late:
+            self._tracked.pop(key, None)
+            self._doubtful.pop(key, None)
+        self._lose_all()
         self._doubtful = late
         self._since = set()
 

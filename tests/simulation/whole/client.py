@@ -85,7 +85,7 @@ class Device:
 class SimRegistrar:
     """In the place of kvd_client's Registrar: the engine tells it who its mover is."""
 
-    def __init__(self, *_place: object) -> None:
+    def __init__(self) -> None:
         self.problem = ""
         self.lost: list[Any] = []  # drained and closed by the worker
         self.current: SimRegistration | None = None
@@ -255,8 +255,7 @@ class ClientEngine(Engine):
     def start(self) -> None:
         """The processes begin: new memory, nothing known."""
         super().start()
-        self.links.daemon_of[self.name] = lambda: self.daemon
-        self.links.uid_of[self.name] = self.model.uid
+        self.links.engines[self.name] = self
         self.links.calls.pop(self.name, None)
         identity = EngineIdentity(self.name, self.boot_nonce)
         self.threads.process = self.name
@@ -287,13 +286,8 @@ class ClientEngine(Engine):
         return None if call is None else call.stream
 
     @property
-    def usable(self) -> bool:
-        return (
-            self.side.connection.session is not None
-            and bool(self.movers)
-            and self.daemon is not None
-            and not self.daemon.is_gone
-        )
+    def has_session(self) -> bool:
+        return self.side.connection.session is not None
 
     def open_session(self) -> None:
         """The connection's own thread does."""

@@ -19,6 +19,7 @@ from kvd_client.daemon import DaemonLink
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.simulation.whole.client_threads import SimThread, Threads
 from tests.simulation.whole.daemon import SimDaemon, SimPeer, Stream
+from tests.simulation.whole.ranks import Engine
 
 
 class SimRpcError(grpc.RpcError):
@@ -114,17 +115,17 @@ class Links:
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self.daemon_of: dict[str, Callable[[], SimDaemon | None]] = {}
-        self.uid_of: dict[str, int] = {}
+        self.engines: dict[str, Engine] = {}
         self.calls: dict[str, SessionCall] = {}  # the last one of each
 
     @contextmanager
     def greeted(self, path: str, _role: object, program: str) -> Iterator[DaemonLink]:
         """In the place of kvd_client.daemon.greeted."""
-        daemon = self.daemon_of[path]()
+        engine = self.engines[path]
+        daemon = engine.daemon
         if daemon is None or daemon.is_gone or not daemon.is_serving:
             raise ConnectionRefusedError("no daemon answers")
-        peer = daemon.greet(self.uid_of[path], Role.SCHEDULER, program)
+        peer = daemon.greet(engine.model.uid, Role.SCHEDULER, program)
 
         def session(requests: Iterator[bytes], **_named: object) -> SessionCall:
             self.calls[path] = SessionCall(self._threads, daemon, peer, requests)

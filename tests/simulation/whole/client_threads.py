@@ -99,10 +99,6 @@ class SimThread:
     def is_alive(self) -> bool:
         return not self._has_ended
 
-    def join(self, timeout: float | None = None) -> None:
-        loop = self._threads.loop
-        loop.run_until(loop.now + (timeout or 0.0), lambda: self._has_ended)
-
     def kill(self) -> None:
         """Its process has ended."""
         self._is_killed = True

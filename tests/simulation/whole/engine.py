@@ -54,7 +54,8 @@ class RawEngine(Engine):
             self._session: SessionId | None = None
             self.is_ready = False
             self.requests: list[str] = []
-            self.last_job = self.sequence = self.pressed = 0
+            self.jobs: dict[int, Job] = {}
+            self.stores_done = self.last_job = self.sequence = self.pressed = 0
             self.sent: dict[int, pb.SessionRequest] = {}
             self.answers: dict[int, bytes] = {}
             self.told: set[tuple[int, int]] = set()  # of one daemon: jobs and movers
@@ -73,15 +74,8 @@ class RawEngine(Engine):
         return self._stream
 
     @property
-    def usable(self) -> bool:
-        """Whether it has a session with all ranks."""
-        return (
-            self.session is not None
-            and self.is_ready
-            and len(self.movers) == len(self.model.ranks)
-            and self.daemon is not None
-            and not self.daemon.is_gone
-        )
+    def has_session(self) -> bool:
+        return self.session is not None and self.is_ready
 
     def open_session(self) -> None:
         """Ask for one, unless that is under way or done."""

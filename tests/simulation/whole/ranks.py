@@ -14,7 +14,7 @@ from kvd_proto.v1 import worker_pb2
 from tests.simulation.whole import worker_life
 from tests.simulation.whole.bytes import Meanings, RankBytes
 from tests.simulation.whole.daemon import Call, SimDaemon, SimPeer, Stream
-from tests.simulation.whole.drawn import BLOCKS, Found, Job, Model, hash_of
+from tests.simulation.whole.drawn import BLOCKS, Found, Model, hash_of
 from tests.simulation.whole.loop import SimLoop
 from tests.simulation.whole.movers import SimMover
 
@@ -55,9 +55,8 @@ class Engine(ABC):
         self.scheduler: SimPeer | None = None
         self.epoch = ""
         self.found: list[Found] = []  # what a lease promises
-        self.jobs: dict[int, Job] = {}
         self.is_plain = False  # it does all that an engine should
-        self.starts = self.stores_done = self.loads_done = 0
+        self.starts = self.loads_done = 0
         self.start()
 
     # -- its life -----------------------------------------------------------------------------
@@ -94,8 +93,18 @@ class Engine(ABC):
 
     @property
     @abstractmethod
+    def has_session(self) -> bool:
+        """Whether it has one that takes work, as far as it knows."""
+
+    @property
     def usable(self) -> bool:
         """Whether it has a session with all ranks."""
+        return (
+            self.has_session
+            and len(self.movers) == len(self.model.ranks)
+            and self.daemon is not None
+            and not self.daemon.is_gone
+        )
 
     def connect(self, daemon: SimDaemon) -> None:
         """Come to a daemon, as far as it is not there: session, then ranks, in any order."""
