@@ -312,6 +312,21 @@ def test_another_account_s_blocks_are_not_held(bench: Bench) -> None:
     assert figures(bench).handed_off_blocks == 1
 
 
+def test_one_block_can_be_leased_whatever_is_handed_off() -> None:
+    """Half of the cap is handed off, and a block of another size is larger than the other half."""
+    bench = small(extents=2, lease_share=0.125)  # 4 small blocks, or one and a third of these
+    bench.open(PREFILL, spec("small"))
+    bench.open(DECODE, spec("large", block_bytes=3 * BLOCK))
+    bench.stored([1, 2])
+    hand_off(bench, [1, 2])
+    bench.finish(bench.store([7, 8], DECODE))
+    answer = bench.lookup([7], DECODE, lease=ev.LeaseMode.PREFIX)
+    assert bench.leased(answer, DECODE) == 1
+    assert list(bench.lookup([8], DECODE, lease=ev.LeaseMode.PREFIX).statuses) == [3]
+    hand_off(bench, [1, 2], request="another")
+    assert figures(bench).handed_off_blocks == 2
+
+
 def test_each_group_is_held_and_taken_by_itself() -> None:
     bench = small(extents=2, lease_share=1.0)
     bench.open(PREFILL, spec(groups=2))

@@ -178,9 +178,12 @@ class Tenant:
     def lease_room(self, pool_bytes: int, share: float, block_bytes: int) -> int:
         """Bytes that leases and hand-offs may still hold, of this share of what it may have.
 
-        One block of these bytes may always be held: else nobody could ever load a larger one.
+        One block of these bytes may always be leased, whatever is handed off: else nobody could
+        load a larger one, or not until hand-offs end.
         """
-        return max(self.part(pool_bytes, share), block_bytes) - self.leased_bytes
+        room = self.part(pool_bytes, share) - self.leased_bytes
+        of_leases_alone = self.leased_bytes - self.handed_off_bytes
+        return max(room, block_bytes - of_leases_alone)
 
     def hand_off_room(self, pool_bytes: int, share: float) -> int:
         """Bytes that may still be handed off, of this share."""
