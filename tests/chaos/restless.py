@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from kvd.pool.config import CHECKSUM_TABLE
 from tests.chaos.failing_daemon import MANNERS, STEPS, TABLES, VARIABLE
 from tests.chaos.held import waited_seconds
 from tests.daemon_process import DaemonProcess
@@ -59,9 +60,7 @@ class RestlessDaemon(DaemonProcess):
 
     def start(self) -> None:
         """As ever. One that dies at a step of its start is started again."""
-        # A pool that began with them goes on with them where it may choose.
-        checksums = self.checksums if "policy" in self.flags else self.checksums[:1]
-        options = self.options | {"payload-checksums": checksums}
+        options = self.options | {"payload-checksums": self._checksums()}
         self.flags |= {name: self._dice.choice(those) for name, those in options.items()}
         began = time.monotonic()
         try:
@@ -77,6 +76,18 @@ class RestlessDaemon(DaemonProcess):
             self.slowest_start = seconds
             lines = self.log.read_text(errors="replace").splitlines()
             self.said_at_slowest = [line for line in lines if "cygrpc" not in line][-12:]
+
+    def _checksums(self) -> tuple[str, ...]:
+        """What it may say of them at this start.
+
+        A pool that began with them goes on with them where it may choose. One that was lost, and
+        then chose none on a full file system, may choose on: there is no room to insist on them.
+        """
+        if "policy" not in self.flags:
+            return self.checksums[:1]
+        if "on" in self.checksums and not (self.pool / CHECKSUM_TABLE).exists():
+            return ("auto",)
+        return self.checksums
 
     def _where_it_stands(self) -> str:
         """Every thread of a daemon that hangs."""
