@@ -543,6 +543,30 @@ CLIENT = (
         "            self._sequence = 0\n            self._steps.clear()\n",
         "            self._steps.clear()\n",
     ),
+    _client(
+        "mover that is taken for dead though nobody says so",
+        "worker.registrar",
+        "        except grpc.RpcError as error:\n",
+        "        except grpc.RpcError as error:\n            registration.is_dead = True\n",
+    ),
+    _client(
+        "memory that is given back while its mover lives",
+        "worker.registrar",
+        "        return _have_ended(self.lost, deadline)\n",
+        "        return True\n",
+    ),
+    _client(
+        "mover whose end its rank does not see",
+        "worker.registrar",
+        "        for fd in (registration.pidfd, companion_fd, self._wake_fd):\n",
+        "        for fd in (companion_fd, self._wake_fd):\n",
+    ),
+    _client(
+        "job that is said to be ready to a full ring",
+        "worker.worker",
+        "            self._do_aside(partial(self._mark_by_call, registration, ids))\n",
+        "            pass\n",
+    ),
 )
 
 BUGS = (*CORE, *DRIVER, *POOL, *CONTROL, *CLIENT)

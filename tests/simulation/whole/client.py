@@ -1,7 +1,7 @@
 """An engine over the real client: its scheduler side, its connection and its worker side.
 
 Its blocks are handled as carelessly as `PagedEngine` handles them, over a daemon that is killed,
-stalled and cut off. Modelled are sockets, gRPC and the thread that keeps a rank registered.
+stalled and cut off. Modelled are sockets, gRPC, descriptors, and a registration's ring and board.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from kvd.core.keys import SessionId
@@ -29,17 +30,19 @@ from kvd_client import (
 )
 from kvd_client.draft import StepDraft
 from kvd_client.worker import jobs as worker_jobs
+from kvd_client.worker import registrar
 from kvd_client.worker import worker as worker_module
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.client.paged_engine import BLOCKS, PagedEngine, Tokens
 from tests.simulation.whole.bytes import RankBytes
 from tests.simulation.whole.client_link import Links
+from tests.simulation.whole.client_ranks import take_memory
 from tests.simulation.whole.client_threads import Queue, Threads
 from tests.simulation.whole.daemon import Stream
 from tests.simulation.whole.drawn import HASH_BYTES, Model, hash_of
 from tests.simulation.whole.hazards import replaced
 from tests.simulation.whole.loop import SimLoop
-from tests.simulation.whole.movers import SimMover, SimRegistration
+from tests.simulation.whole.movers import SimMover
 from tests.simulation.whole.ranks import Engine, Wish
 
 STEP_S = 0.002
@@ -49,6 +52,10 @@ DEFERRED_S = 30.0  # a request is computed then, at the latest
 LOADING_S = 60.0  # a load has ended then, at the latest
 HANDED_OFF = 0.1  # of the requests: whole in the daemon when they end, and held there
 RESET_AMID_A_LOAD = 0.01  # of the steps
+MOVED = 0.003  # of the steps: its KV is taken away, and comes elsewhere
+MOVED_FROM_A_STOPPED = 0.1  # the same while the daemon stands still
+PATIENCE_S = (0.002, 0.05, 5.0)  # with which it asks for it
+MOVED_S = 20.0  # until a daemon that stands still has let it go
 LAST_FREED = 0.7  # of the blocks that are taken
 COUNTED_S = 2.0  # at most, of the time between two steps: clocks jump, and engines stand
 DRAINED_S = 100.0
@@ -82,28 +89,6 @@ class Device:
         return isinstance(held, dict) and held.get(offset) == label
 
 
-class SimRegistrar:
-    """In the place of kvd_client's Registrar: the engine tells it who its mover is."""
-
-    def __init__(self) -> None:
-        self.problem = ""
-        self.lost: list[Any] = []  # drained and closed by the worker
-        self.current: SimRegistration | None = None
-
-    def awaited(self, _timeout_s: float) -> SimRegistration | None:
-        return self.current
-
-    def take(self, registration: SimRegistration | None) -> None:
-        if self.current is not None:
-            self.lost.append(self.current)
-        self.current = registration
-
-    def end_mover(self, _timeout_s: float) -> bool:
-        if self.current is not None:
-            self.current.kill()
-        return True
-
-
 class WatchedConnection(SchedulerConnection):
     """Tells the rank's memory which loads it waits for."""
 
@@ -127,6 +112,12 @@ class ClientSide:
     worker: Worker
     device: Device
     memory: RankBytes
+
+    def take(self, memory: RankBytes) -> Device:
+        """Have its KV there from now on."""
+        self.memory = self.connection.memory = memory
+        self.device = Device(memory)
+        return self.device
 
     def clock(self) -> float:
         return self.loop.now
@@ -225,11 +216,15 @@ class CarelessEngine(PagedEngine):
 
     def reset(self, version: str) -> None:
         """As where weights change: nothing that was computed before is of use any more."""
+        self.lose_device()
+        self.version = version
+        self.scheduler.reset_cache()
+
+    def lose_device(self) -> None:
+        """Nothing of what was computed is there any more; what is stored stays right."""
         for sequence in list(self.sequences.values()):
             if sequence.runs:
                 self._take_blocks_back(sequence)
-        self.version = version
-        self.scheduler.reset_cache()
 
     def end_all(self) -> None:
         self.arrives = False
@@ -259,12 +254,12 @@ class ClientEngine(Engine):
         self.links.calls.pop(self.name, None)
         identity = EngineIdentity(self.name, self.boot_nonce)
         self.threads.process = self.name
+        self.had: list[SimMover] = []  # its rank's, of this memory
         (memory,) = self.memory
         link = WatchedConnection(self.name, identity, namespace_of(self.model, self.groups))
         link.memory = memory
         worker = Worker(self.name, identity)
-        self.registrar = SimRegistrar()
-        worker._registrar = self.registrar  # type: ignore[assignment]
+        worker.register([self.shared_memory(0)], self.layouts())
         side = ClientSide(self.loop, link, worker, Device(memory), memory)
         self.side = side
         self.careless = CarelessEngine(side, self.options, hash_of(self.name) + self.starts)
@@ -303,10 +298,13 @@ class ClientEngine(Engine):
     def lose_daemon(self) -> None:
         self.lose_stream()
         super().lose_daemon()
-        self.registrar.take(None)
+
+    def register(self, rank: int) -> None:
+        """The registrar's own thread does."""
 
     def rank_is_here(self, rank: int, mover: SimMover) -> None:
-        self.registrar.take(SimRegistration(int(mover.mover), mover, self.loop))
+        self.movers[rank] = mover
+        self.had.append(mover)
 
     def rank_has_failed(self, rank: int) -> None:
         raise AssertionError("its ranks don't die alone")
@@ -318,7 +316,6 @@ class ClientEngine(Engine):
         for rank, mover in list(self.movers.items()):
             if not mover.is_alive:
                 del self.movers[rank]
-                self.registrar.take(None)
 
     def act(self) -> None:
         """One step, whether there is a daemon or none."""
@@ -326,9 +323,35 @@ class ClientEngine(Engine):
         if self.daemon is not None and not self.daemon.is_gone:
             self.connect(self.daemon)
         self.threads.process = self.name
+        moved = MOVED_FROM_A_STOPPED if self.loop.is_stalled else MOVED
+        if not self.is_plain and self.careless.source.random() < moved:
+            self.move_memory()
         before = self.careless.tokens_loaded
         self.careless.turn()
         self.loads_done += self.careless.tokens_loaded > before
+
+    def move_memory(self) -> None:
+        """Its KV goes elsewhere, as for a pause of the engine: all that was computed is gone."""
+        careless, worker = self.careless, self.side.worker
+        if any(sequence.loading for sequence in careless.sequences.values()):
+            careless.reset(careless.version)  # what has just been loaded is told as failed
+        else:
+            careless.lose_device()
+        self.take_memory_back(MOVED_S)
+        self.movers.clear()
+        self.had.clear()
+        memory = self.memory[0] = self.new_memory()
+        careless.device = self.side.take(memory)
+        worker.register([self.shared_memory(0)], self.layouts())
+
+    def take_memory_back(self, most_s: float) -> None:
+        """Once the client says so, nothing may be copied there."""
+        deadline = self.loop.now + most_s
+        while not self.side.worker.unregister(self.careless.source.choice(PATIENCE_S)):
+            assert self.loop.now < deadline, "the rank's memory is not taken back in time"
+        self.memory[0].is_withdrawn = True
+        living = [each for each in self.had if each.is_alive]
+        assert not living, "a rank's memory is given back, and its mover lives (I4)"
 
     def store(self) -> None:
         self.act()
@@ -364,6 +387,7 @@ class ClientEngine(Engine):
         assert not worker._jobs._open, "a rank's job never ended"
         lookups = self.side.connection._lookups
         assert not lookups._answers, "an answer of a lookup is kept for nobody"
+        self.take_memory_back(MOVED_S)
 
 
 class ClientWish(Wish):
@@ -429,7 +453,17 @@ def in_force(threads: Threads, links: Links, drawn: random.Random) -> AbstractCo
             (connection, "greeted", links.greeted),
             (backoff, "time", time),
             (backoff, "random", drawn),
+            (worker_module, "threading", threads.as_threading()),
             (worker_module, "time", time),
+            (worker_module, "SimpleQueue", lambda: Queue(threads)),
+            (worker_module, "take_memory", take_memory),
             (worker_jobs, "time", time),
+            (registrar, "threading", threads.as_threading()),
+            (registrar, "time", time),
+            (registrar, "os", links.descriptors.as_os()),
+            (registrar, "select", links.descriptors.as_select()),
+            (registrar, "greeted", links.greeted),
+            (registrar, "Registration", links.registration),
+            (registrar, "worker_pb2_grpc", SimpleNamespace(WorkerServiceStub=lambda made: made)),
         ]
     )

@@ -11,29 +11,31 @@ from typing import Any, Self
 
 import grpc
 
-from kvd.control.access.peers import Role
+from kvd.control.access.peers import Memory, Role
 from kvd.control.errors import STATUS_OF
 from kvd.core.errors import KvdError
-from kvd.core.keys import NamespaceId
-from kvd_client.daemon import DaemonLink
+from kvd.core.keys import MoverId, NamespaceId
+from kvd_client.companion import CompanionRefused
+from kvd_client.daemon import CONNECT_TIMEOUT_S, DaemonLink
+from kvd_proto.v1 import companion_pb2
 from kvd_proto.v1 import engine_pb2 as pb
+from tests.simulation.whole.bytes import RankBytes
+from tests.simulation.whole.client_ranks import (
+    LONGEST_WAY_S,
+    Descriptors,
+    Method,
+    SimRegistration,
+    SimRpcError,
+)
 from tests.simulation.whole.client_threads import SimThread, Threads
 from tests.simulation.whole.daemon import SimDaemon, SimPeer, Stream
+from tests.simulation.whole.movers import SimMover
 from tests.simulation.whole.ranks import Engine
 
-
-class SimRpcError(grpc.RpcError):
-    """How a call ended."""
-
-    def __init__(self, code: grpc.StatusCode, details: str) -> None:
-        super().__init__(details)
-        self._code, self._details = code, details
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self._details
+_ROLES = {
+    companion_pb2.PEER_ROLE_SCHEDULER: Role.SCHEDULER,
+    companion_pb2.PEER_ROLE_WORKER: Role.WORKER,
+}
 
 
 class ClientStream(Stream):
@@ -101,13 +103,56 @@ class SessionCall:
 class Companion:
     """The companion socket's connection."""
 
-    def __init__(self, daemon: SimDaemon) -> None:
-        self._daemon = daemon
+    def __init__(
+        self, threads: Threads, descriptors: Descriptors, daemon: SimDaemon, memory: RankBytes
+    ) -> None:
+        self._threads, self._descriptors, self._daemon = threads, descriptors, daemon
+        self._memory = memory
+        self._channels: deque[int] = deque()
+        self._number = descriptors.make(lambda: daemon.is_gone or self.peer.ended)
+        self.peer: SimPeer
+
+    def fileno(self) -> int:
+        return self._number
+
+    def hear(self, message: companion_pb2.CompanionResponse, _fds: object) -> None:
+        """What the daemon says unasked: a rank's channel."""
+        way_s = self._daemon.around.random.random() * LONGEST_WAY_S
+        self._threads.loop.outside(way_s, self._arrive, message.rank_channel.registration_id)
+
+    def _arrive(self, registration_id: int) -> None:
+        self._channels.append(registration_id)
+        self._threads.news()
 
     def get_page(self, namespace: int) -> int:
+        self._require_daemon()
+        return os.dup(self._daemon.pool.page_fd(NamespaceId(namespace)))
+
+    def offer_memory(self, token: int, fd: int, is_device: bool) -> None:
+        self._require_daemon()
+        assert (token, is_device) == (1, False)
+        self._daemon.around.memories[fd] = self._memory
+        self.peer.memories[token] = Memory(fd, 1 << 40)
+
+    def rank_channel(self, registration_id: int) -> tuple[SimMover, ...]:
+        """The mover, in the place of four descriptors of its own."""
+        self._threads.wait_until(lambda: bool(self._channels), CONNECT_TIMEOUT_S)
+        self._require_daemon()
+        if not self._channels:
+            raise TimeoutError("timed out")
+        found = self._channels.popleft()
+        if found != registration_id:
+            raise CompanionRefused("PROTOCOL", "the channel belongs to another registration")
+        return (self._daemon.movers[MoverId(found)],) * 4
+
+    def _require_daemon(self) -> None:
         if self._daemon.is_gone:
             raise ConnectionResetError("the daemon has gone")
-        return os.dup(self._daemon.pool.page_fd(NamespaceId(namespace)))
+
+    def close(self) -> None:
+        self._descriptors.close(self._number)
+        if not self._daemon.is_gone:
+            self.peer.end()
 
 
 class Links:
@@ -115,26 +160,48 @@ class Links:
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
+        self.descriptors = Descriptors(threads)
         self.engines: dict[str, Engine] = {}
         self.calls: dict[str, SessionCall] = {}  # the last one of each
 
     @contextmanager
-    def greeted(self, path: str, _role: object, program: str) -> Iterator[DaemonLink]:
+    def greeted(
+        self, path: str, role: companion_pb2.PeerRole, program: str
+    ) -> Iterator[DaemonLink]:
         """In the place of kvd_client.daemon.greeted."""
         engine = self.engines[path]
         daemon = engine.daemon
         if daemon is None or daemon.is_gone or not daemon.is_serving:
             raise ConnectionRefusedError("no daemon answers")
-        peer = daemon.greet(engine.model.uid, Role.SCHEDULER, program)
+        loop = self._threads.loop
+        if not self._threads.wait_until(lambda: not loop.is_stalled, CONNECT_TIMEOUT_S):
+            raise TimeoutError("timed out")
+        (memory,) = engine.memory
+        companion: Any = Companion(self._threads, self.descriptors, daemon, memory)
+        peer = daemon.greet(engine.model.uid, _ROLES[role], program, companion.hear)
+        companion.peer = peer
+        worker = daemon.workers
 
         def session(requests: Iterator[bytes], **_named: object) -> SessionCall:
             self.calls[path] = SessionCall(self._threads, daemon, peer, requests)
             return self.calls[path]
 
-        channel: Any = SimpleNamespace(stream_stream=lambda _method, **_named: session)
-        companion: Any = Companion(daemon)
+        def method(serve: Any) -> Method:
+            return Method(self._threads, daemon, peer, serve)
+
+        channel: Any = SimpleNamespace(
+            stream_stream=lambda _method, **_named: session,
+            RegisterRank=method(worker.RegisterRank),
+            UnregisterRank=method(worker.UnregisterRank),
+            MarkReady=method(worker.MarkReady),
+        )
         try:
             yield DaemonLink(companion, channel, ())
         finally:
-            if not daemon.is_gone:
-                peer.end()
+            companion.close()
+
+    def registration(self, number: int, channel: tuple[SimMover, ...]) -> SimRegistration:
+        """In the place of kvd_client.worker.registration.Registration."""
+        (mover, *_) = channel
+        self.engines[self._threads.process].rank_is_here(0, mover)
+        return SimRegistration(self._threads, self.descriptors, number, channel)

@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
@@ -58,6 +59,7 @@ class SimThread:
         except BaseException as error:  # noqa: BLE001 - the loop's thread raises it
             self._error = error
         self._has_ended = True
+        self._threads.news()
         self._back.release()
 
     def _let_run(self) -> None:
@@ -98,6 +100,9 @@ class SimThread:
 
     def is_alive(self) -> bool:
         return not self._has_ended
+
+    def join(self, timeout: float | None = None) -> None:
+        self._threads.wait_until(lambda: self._has_ended, timeout)
 
     def kill(self) -> None:
         """Its process has ended."""
@@ -234,7 +239,11 @@ class Threads:
             return lambda *args, **named: what(self, *args, **named)
 
         return SimpleNamespace(
-            Thread=made(SimThread), Event=made(Event), Condition=made(Condition), Timer=made(Timer)
+            Thread=made(SimThread),
+            Event=made(Event),
+            Condition=made(Condition),
+            Timer=made(Timer),
+            Lock=nullcontext,  # nobody is interrupted
         )
 
     def as_time(self) -> Any:

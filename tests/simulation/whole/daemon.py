@@ -14,7 +14,15 @@ from typing import Any
 
 from kvd.config.tenant_rule import TenantRule
 from kvd.config.tiers import TierRule
-from kvd.control.access.peers import TOKEN_KEY, Credentials, Memory, Peer, Peers, Role
+from kvd.control.access.peers import (
+    TOKEN_KEY,
+    Credentials,
+    Memory,
+    Peer,
+    Peers,
+    Role,
+    Send,
+)
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.errors import OldEngineEnding
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
@@ -69,6 +77,10 @@ class Observer:
 
     def tags_spilled(self, count: int) -> None:
         pass
+
+
+def _unheard(_message: object, _fds: object) -> None:
+    """For a client whose descriptors are modelled whole."""
 
 
 class SimPeer(Peer):
@@ -189,6 +201,7 @@ class SimDaemon:
     is_serving: bool = False
     movers: dict[MoverId, SimMover] = field(default_factory=dict)
     has_pool: bool = False
+    when_gone: list[Callable[[], None]] = field(default_factory=list)  # told of its end
 
     def start(self) -> None:
         """Open the pool and rebuild the machine from it."""
@@ -265,9 +278,9 @@ class SimDaemon:
 
     # -- who comes --------------------------------------------------------------------------
 
-    def greet(self, uid: int, role: Role, name: str) -> SimPeer:
-        """A client has said hello on the companion socket."""
-        peer = SimPeer(Credentials(uid, uid, 0, None), role, name, lambda _message, _fds: None)
+    def greet(self, uid: int, role: Role, name: str, send: Send = _unheard) -> SimPeer:
+        """A client has said hello on the companion socket; `send` is how it is spoken to there."""
+        peer = SimPeer(Credentials(uid, uid, 0, None), role, name, send)
         self.peers.add(peer)
         return peer
 
@@ -314,6 +327,9 @@ class SimDaemon:
         self.is_gone = True
         for mover in self.movers.values():
             mover.is_alive = mover.is_heard = False
+        for told in self.when_gone:
+            self.loop.outside(0.0, told)
+        self.around.news()
         self.loop.forget_daemon()
         if not self.has_pool:
             return

@@ -15,7 +15,6 @@ from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig
 from kvd.mover.process import Finished, MoverSink
-from kvd_client.worker.registration import Registration
 from kvd_proto.board import BoardRecord
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.simulation.whole.bytes import ROTTEN, Content, Meanings, PoolBytes, RankBytes
@@ -56,6 +55,7 @@ class Surroundings:
     meanings: Meanings
     memories: dict[int, RankBytes] = field(default_factory=dict)  # by memory token
     after_store: Callable[[], None] | None = None  # done once, right after a store's end is told
+    news: Callable[[], None] = lambda: None  # a mover or the daemon has ended
 
 
 @dataclass(eq=False)
@@ -163,6 +163,7 @@ class SimMover:
         """By control or by the world: from now on it does nothing, and control hears of it."""
         if self.is_alive:
             self.is_alive = False
+            self.around.news()
             self.around.loop.outside(self.around.random.random() * END_S, self._end)
 
     def _end(self) -> None:
@@ -285,43 +286,3 @@ class SimMover:
 def _kept(content: Content) -> Content:
     """A copy: what is written later elsewhere does not change it."""
     return dict(content) if isinstance(content, dict) else content
-
-
-class SimRegistration(Registration):
-    """The worker's end of a mover's ring and board."""
-
-    def __init__(self, registration_id: int, mover: SimMover, loop: SimLoop) -> None:
-        self.registration_id = registration_id
-        self.process = mover
-        self.is_closed = self.is_broken = self.is_unwanted = False
-        self._loop = loop
-        self.heard_s = loop.now
-
-    @property
-    def is_dead(self) -> bool:  # type: ignore[override]
-        return not self.process.is_alive
-
-    def mark_ready(self, job_ids: Sequence[int]) -> bool:
-        self.process.mark_ready(*map(JobId, job_ids))
-        return True
-
-    def abandon(self, job_id: int) -> None:
-        self.process.abandoned.add(job_id)
-
-    def poll(self) -> list[BoardRecord]:
-        records = list(self.process.board)
-        self.process.board.clear()
-        if records:
-            self.heard_s = self._loop.now
-        return records
-
-    def kill(self) -> None:
-        self.is_unwanted = True
-        self.process.kill()
-
-    def end(self, timeout_s: float) -> bool:
-        self.kill()
-        return True
-
-    def close(self) -> None:
-        self.is_closed = True

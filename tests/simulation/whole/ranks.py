@@ -9,6 +9,7 @@ from random import Random
 
 from kvd.control.access.peers import Role
 from kvd.core.keys import SessionId
+from kvd_client.worker.memory import Fragment, GroupLayout, SharedMemory
 from kvd_proto.v1 import engine_pb2 as pb
 from kvd_proto.v1 import worker_pb2
 from tests.simulation.whole import worker_life
@@ -115,7 +116,7 @@ class Engine(ABC):
         for rank in range(len(self.model.ranks)):
             here = rank in self.movers or rank in self.registering
             if not here and self.loop.now >= self.away.get(rank, 0.0):
-                self._register(rank)
+                self.register(rank)
 
     @abstractmethod
     def open_session(self) -> None:
@@ -155,41 +156,39 @@ class Engine(ABC):
 
     # -- its ranks ----------------------------------------------------------------------------
 
-    def _register(self, rank: int) -> None:
+    def layouts(self) -> list[GroupLayout]:
+        """Where each group lies in a rank's memory: one after the other."""
+        layouts, base = [], 0
+        for width, size in zip(self.model.widths, self.model.block_bytes, strict=True):
+            fragment = Fragment(memory=0, base=base, stride=size, bytes=size)
+            layouts.append(GroupLayout(self.blocks, [fragment], width))
+            base += size * self.blocks
+        return layouts
+
+    def shared_memory(self, rank: int) -> SharedMemory:
+        """A rank's memory; its descriptor is a number that no other start of any engine has."""
+        token = self.starts * 1_000_003 + hash_of(self.name) * 64 + rank
+        return SharedMemory(token, 0, self.blocks * sum(self.model.block_bytes))
+
+    def register(self, rank: int) -> None:
+        """Have it come to the daemon."""
         assert self.daemon is not None
         peer = self.workers[rank]
         if peer is None or peer.ended:
             peer = self.workers[rank] = self.daemon.greet(self.model.uid, Role.WORKER, "sim")
         memory = self.memory[rank]
         shard = self.model.ranks[rank]
-        groups, base = [], 0
-        for number, (width, size) in enumerate(
-            zip(self.model.widths, self.model.block_bytes, strict=True)
-        ):
-            fragment = worker_pb2.Fragment(memory=0, base=base, stride=size, bytes=size)
-            groups.append(
-                worker_pb2.GroupLayout(
-                    group=number,
-                    num_blocks=self.blocks,
-                    fragments=[fragment],
-                    blocks_per_block=width,
-                )
-            )
-            base += size * self.blocks
+        groups = [layout.to_proto(group) for group, layout in enumerate(self.layouts())]
         request = worker_pb2.RegisterRankRequest(
             identity=self.identity,
             rank=rank,
             world_size=len(self.model.ranks),
             shard=shard,
             writer=self.model.ranks.index(shard) == rank,
-            memories=[
-                worker_pb2.MemoryHandle(
-                    host=worker_pb2.HostSharedMemory(memory_token=1, offset=0, bytes=base)
-                )
-            ],
+            memories=[self.shared_memory(rank).to_proto(1)],
             groups=groups,
         )
-        token = self.starts * 1_000_003 + hash_of(self.name) * 64 + rank
+        token = self.shared_memory(rank).fd
         self.registering[rank] = self.daemon.register(
             peer, request, (token, memory), lambda mover: self._registered(rank, memory, mover)
         )

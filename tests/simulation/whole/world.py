@@ -152,6 +152,7 @@ class World:
         self.epoch = 0
         self._pids = itertools.count()
         self.threads = Threads(self.loop, self.pass_time)
+        self.around.news = self.threads.news
         self.links = Links(self.threads)
 
     # -- the whole run ------------------------------------------------------------------------

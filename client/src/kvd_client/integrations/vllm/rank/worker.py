@@ -155,7 +155,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         return self._allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """OfferedBlocks this rank's KV to the daemon, now and whenever it comes back.
+        """Offer this rank's KV to the daemon, now and whenever it comes back.
 
         Raises for KV that can't be served, naming the way out.
         """
@@ -169,7 +169,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self.restore_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """OfferedBlocks the KV again; it may lie elsewhere than before."""
+        """Offer the KV again; it may lie elsewhere than before."""
         if self._is_registered or self._caches is None:
             return
         buffers: Sequence[SharedBuffer | DeviceSpan] = ()
