@@ -44,6 +44,9 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
     def read() -> config.Config:
         return config.load(named, os.environ, standing=settings)
 
+    # Where no process can be started Python forks, and gRPC would end its threads before that and
+    # wait for others after it, for ever.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     with ends_at_once():
         from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
 

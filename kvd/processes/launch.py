@@ -46,7 +46,8 @@ def launch(room: str, fds: Iterable[int], changes: Mapping[str, str]) -> Launche
 
     To be called from the thread that lives as long as control: the child's parent-death signal
     follows the thread that started it. Popen starts it by vfork and exec, without any code of
-    ours in between, so gRPC's threads don't matter.
+    ours in between, so gRPC's threads don't matter. Where vfork fails it forks: `kvd serve` has
+    told gRPC to have no part in that.
     """
     release.OURS.require_unchanged()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

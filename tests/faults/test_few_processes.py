@@ -1,0 +1,47 @@
+"""Where no process and no thread can be had any more, who has them goes on, and others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.scene import MakeScene, Scene
+from tests.few_processes import FewProcesses, few_processes
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def group() -> Iterator[FewProcesses]:
+    with few_processes() as made:
+        yield made
+
+
+@pytest.fixture
+def scene(group: FewProcesses, own_scene: MakeScene) -> Scene:
+    scene = own_scene(starts=False)
+    scene.daemon.behind = group.behind
+    scene.daemon.start()
+    return scene
+
+
+def log_of(scene: Scene) -> str:
+    return scene.daemon.log.read_text()
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_who_finds_no_process_for_its_mover_hurts_nobody_and_gets_one_later(
+    group: FewProcesses, scene: Scene, more: int
+) -> None:
+    """With two more a mover starts, and has no threads."""
+    one = scene.engine("one")
+    assert one.store("before", 20) == 20
+    group.allow(more)
+    others = [scene.start_engine(name) for name in ("two", "three")]
+    wait_until(lambda: log_of(scene).count("no mover for a rank") > 2, "some refusals", 30.0)
+    assert one.load("before", 20) == 20
+    assert one.store("meanwhile", 20) == 20
+    group.allow(None)
+    for other in others:
+        other.wait_usable()
+        assert other.load("meanwhile", 20) == 20
