@@ -66,7 +66,11 @@ class MemoryReturn:
             self._go_on()
             return
         # On a thread: it takes milliseconds, and no lock of ours.
-        task = asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        try:
+            task = asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        except RuntimeError:  # there are as many threads as there may be, now
+            self._go_on()
+            return
         task.add_done_callback(lambda _: self._gave_back(held, has_grown))
 
     def _gave_back(self, before: int, had_grown: bool) -> None:

@@ -15,9 +15,28 @@ Found = TypeVar("Found")
 async def to_its_end(work: Callable[[Given], None], given: Given) -> None:
     """Do it in a thread; who is cancelled meanwhile waits until it is done all the same.
 
-    A thread can't be stopped, and what it works on may be another's once nobody waits for it.
+    A thread can't be stopped, and what it works on may be another's once nobody waits for it. A
+    RuntimeError that there are no more threads means that it is not done, now or later.
     """
-    working = asyncio.ensure_future(asyncio.to_thread(work, given))
+    done: Future[None] = Future()
+
+    def run() -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            work(given)
+        except BaseException as error:
+            done.set_exception(error)
+            raise
+        done.set_result(None)
+
+    try:
+        working = asyncio.get_running_loop().run_in_executor(None, run)
+    except RuntimeError:
+        # It stands in the executor's queue all the same, and a thread that there is may have it.
+        if done.cancel():
+            raise
+        working = asyncio.wrap_future(done)
     try:
         await asyncio.shield(working)
     except asyncio.CancelledError:

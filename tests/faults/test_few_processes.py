@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.faults.conftest import Patched
 from tests.faults.scene import MakeScene, Scene
 from tests.few_processes import FewProcesses, few_processes
 from tests.waiting import wait_until
@@ -45,3 +47,28 @@ def test_who_finds_no_process_for_its_mover_hurts_nobody_and_gets_one_later(
     for other in others:
         other.wait_usable()
         assert other.load("meanwhile", 20) == 20
+
+
+NO_THREADS = """
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+submit = ThreadPoolExecutor.submit
+def submit_if_any(self, *work):
+    if pathlib.Path(__file__).with_name("full").exists():
+        raise RuntimeError("can't start new thread")
+    return submit(self, *work)
+ThreadPoolExecutor.submit = submit_if_any
+"""
+
+
+def test_a_rank_leaves_in_order_where_no_thread_can_be_had(
+    own_scene: MakeScene, patched: Patched, tmp_path: Path
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(NO_THREADS)
+    scene.daemon.start()
+    engine = scene.engine("one")
+    (tmp_path / "full").touch()
+    engine.close()
+    wait_until(lambda: not scene.status().sessions, "its end")
+    assert "new thread" not in log_of(scene)

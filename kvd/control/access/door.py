@@ -138,7 +138,11 @@ class Door:
             self._look_later()
             return
         # On a thread: some thousands of descriptors take some ten milliseconds.
-        task = asyncio.get_running_loop().run_in_executor(None, self.look)
+        try:
+            task = asyncio.get_running_loop().run_in_executor(None, self.look)
+        except RuntimeError:  # there are as many threads as there may be, now
+            self._look_later()
+            return
         task.add_done_callback(self._looked)
 
     def _looked(self, task: asyncio.Future[int]) -> None:

@@ -99,7 +99,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         peer = self._peers.behind(context, Role.WORKER)
         mover = self._engines.registered(peer, request.registration_id)
         await self._driver.end_rank(mover, "its worker unregistered")
-        await to_its_end(close_all, peer.take_device_memories())
+        taken = peer.take_device_memories()
+        try:
+            await to_its_end(close_all, taken)
+        except RuntimeError:  # there are as many threads as there may be: then at once
+            close_all(taken)
         return pb.UnregisterRankResponse()
 
     async def MarkReady(  # noqa: N802 - gRPC's name
