@@ -66,14 +66,17 @@ class Finished:
     damaged: U64 = field(default_factory=_none)
 
 
+NOT_STARTED = "not started"  # nothing is wrong with the registration
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A mover's word why it can't serve this registration."""
 
-    error: str  # name of a class of kvd.core.errors
+    error: str  # name of a class of kvd.core.errors, or NOT_STARTED
     message: str
     field: str
-    reason: str  # the class's own, or one of kvd.mover.registration_errors
+    reason: str = ""  # the class's own, or one of kvd.mover.registration_errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -272,7 +272,9 @@ def _environment(gpu: GpuConfig | None) -> dict[str, str]:
     }
 
 
-def _as_error(refusal: frames.Refusal) -> errors.KvdError:
+def _as_error(refusal: frames.Refusal) -> Exception:
+    if refusal.error == frames.NOT_STARTED:
+        return MoverStartError(refusal.message)
     if refusal.reason in registration_errors.REASONS:
         return errors.InvalidArgument(refusal.message, refusal.field, refusal.reason)
     known = {error.__name__: error for error in (errors.InvalidArgument, errors.LayoutMismatch)}

@@ -6,6 +6,11 @@ import os
 import sys
 import time
 
+# Why a process or thread could not be started, and the fix.
+NO_MORE_PROCESSES = (
+    "there are as many processes and threads as there may be: raise TasksMax of the service, the"
+    " container's or pod's limit of pids, or LimitNPROC"
+)
 MAX_COMPLAINTS = 100
 COMPLAINT_SECONDS = 60.0  # after that, one more in so long: such a process may run for months
 _said = 0

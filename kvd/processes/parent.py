@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import os
 import socket
 import struct
@@ -13,6 +14,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from kvd.core.lifecycle import step
+from kvd.processes.complaints import NO_MORE_PROCESSES
 from kvd.processes.framing import MAX_FRAME_BYTES, BadFrame, FrameReader, frame
 from kvd.processes.launch import Launched, how_it_ended
 
@@ -142,7 +144,8 @@ class OwnedProcess(ABC):
             self._own(launched)
         except OSError as error:
             self._close()
-            raise self.start_error(f"the {self.title} process can't be started: {error}") from error
+            why = NO_MORE_PROCESSES if error.errno == errno.EAGAIN else error
+            raise self.start_error(f"the {self.title} process can't be started: {why}") from error
         try:
             await self._begin(launched, configuration, within_s)
             if self._gone.done():

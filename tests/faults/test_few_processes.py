@@ -31,11 +31,12 @@ def log_of(scene: Scene) -> str:
     return scene.daemon.log.read_text()
 
 
-@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize(
+    ("more", "said"), [(0, "the mover process can't be started"), (2, "the mover has no threads")]
+)
 def test_who_finds_no_process_for_its_mover_hurts_nobody_and_gets_one_later(
-    group: FewProcesses, scene: Scene, more: int
+    group: FewProcesses, scene: Scene, more: int, said: str
 ) -> None:
-    """With two more a mover starts, and has no threads."""
     one = scene.engine("one")
     assert one.store("before", 20) == 20
     group.allow(more)
@@ -43,6 +44,8 @@ def test_who_finds_no_process_for_its_mover_hurts_nobody_and_gets_one_later(
     wait_until(lambda: log_of(scene).count("no mover for a rank") > 2, "some refusals", 30.0)
     assert one.load("before", 20) == 20
     assert one.store("meanwhile", 20) == 20
+    assert f"no mover for a rank: {said}: there are as many" in log_of(scene)
+    assert "Traceback" not in log_of(scene)
     group.allow(None)
     for other in others:
         other.wait_usable()
