@@ -228,7 +228,7 @@ SETTINGS: tuple[Setting, ...] = (
         0.25,
         number(0.01, 1.0),
         "largest share of a tenant's quota (without one: of the pool) for leases and hand-offs,"
-        " but at least one block;"
+        " but at least one block of each group;"
         " half of it for hand-offs",
     ),
     Setting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from kvd.core.actions import Answer
 from kvd.core.events import LeaseMode, Query, Run, StoreRequested
@@ -37,24 +38,49 @@ class QueryPiece:
 
 
 def query_pieces(queries: Sequence[Query]) -> Iterator[list[QueryPiece]]:
-    """Cut queries into pieces of a few, with at most LOOKUP_PIECE_KEYS keys, in order."""
+    """Cut queries into pieces of a few, with at most LOOKUP_PIECE_KEYS keys, in order.
+
+    Of a request that is too large for one, each piece has as large a part of every query: what may
+    be leased is shared by its groups.
+    """
     piece: list[QueryPiece] = []
     room = LOOKUP_PIECE_KEYS
-    for number, query in enumerate(queries):
-        start = 0
-        while start < len(query.keys) or start == 0:
-            stop = min(len(query.keys), start + room)
-            keys, first = query.keys[start:stop], query.first_block + start
-            piece.append(QueryPiece(number, replace(query, keys=keys, first_block=first)))
-            room -= stop - start
-            if room == 0 or len(piece) == PIECE_QUERIES:
-                yield piece
-                piece, room = [], LOOKUP_PIECE_KEYS
-            if stop == len(query.keys):
-                break
-            start = stop
+    for together in _parts_of_requests(queries):
+        if piece and sum(len(part) for _, part in together) > room:
+            yield piece
+            piece, room = [], LOOKUP_PIECE_KEYS
+        for number, part in together:
+            query, start = queries[number], part.start
+            while True:
+                stop = min(part.stop, start + room)
+                keys, first = query.keys[start:stop], query.first_block + start
+                piece.append(QueryPiece(number, replace(query, keys=keys, first_block=first)))
+                room -= stop - start
+                if room == 0 or len(piece) == PIECE_QUERIES:
+                    yield piece
+                    piece, room = [], LOOKUP_PIECE_KEYS
+                if stop == part.stop:
+                    break
+                start = stop
     if piece:
         yield piece
+
+
+def _parts_of_requests(queries: Sequence[Query]) -> Iterator[list[tuple[int, range]]]:
+    """Numbers of a request's queries, and which of their keys belong into one piece."""
+    for _, some in groupby(enumerate(queries), key=lambda each: each[1].context.request):
+        sizes = [(number, len(query.keys)) for number, query in some]
+        if not 1 < len(sizes) <= PIECE_QUERIES:  # no groups of one prompt
+            yield from ([(number, range(size))] for number, size in sizes)
+            continue
+        most = max(1, LOOKUP_PIECE_KEYS - len(sizes))  # one of each may be cut off too late
+        parts = max(1, -(-sum(size for _, size in sizes) // most))
+        for part in range(parts):
+            cut = [(n, range(s * part // parts, s * (part + 1) // parts)) for n, s in sizes]
+            # One without keys is answered, too.
+            yield [
+                each for each in cut if each[1] or (part == 0 and not len(queries[each[0]].keys))
+            ]
 
 
 class PiecewiseAnswers:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd_client.draft import BlockRun, JobDraft, in_parts
+from kvd_client.scheduler import lookup
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_RUNS
-from tests.client.engine_rig import FULL, TOKENS, WIDE, Rig, blocks
+from tests.client.engine_rig import FULL, RECURRENT, TOKENS, WIDE, Rig, blocks
 
 MOST = MAX_KEYS_PER_MESSAGE
 
@@ -105,6 +106,27 @@ def test_a_prefill_beyond_the_limit_is_stored_whole_and_once() -> None:
     counts = (len(stored), len(set(stored)))
     assert counts == (count, count)
     assert not rig.scheduler.has_pending_work()
+
+
+def test_each_call_of_a_large_lookup_asks_for_as_much_of_every_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What may be leased is shared by them: a call for one alone could take all of it."""
+    monkeypatch.setattr(lookup, "KEYS_PER_CALL", 10)
+    rig = Rig(FULL, RECURRENT)
+    for group in range(2):
+        rig.holds("p", 24 * TOKENS, group)
+    rig.arrive("r", 24 * TOKENS + 1)
+    asked = [
+        [(query.run.group, query.run.first_block, len(query.run.block_hashes)) for query in call]
+        for call in rig.daemon.lookups
+    ]
+    assert asked == [
+        [(0, 0, 8), (1, 0, 2)],
+        [(0, 8, 8), (1, 2, 2)],
+        [(0, 16, 8), (1, 4, 2)],
+    ]
+    assert rig.ask("r") == 24 * TOKENS
 
 
 def _loads(rig: Rig) -> list[JobDraft]:

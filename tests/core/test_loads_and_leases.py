@@ -7,8 +7,9 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import UnknownSession
-from kvd.core.keys import RequestId, SessionId
-from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
+from kvd.core.keys import RequestId, SessionId, TenantId
+from kvd.core.spec import NamespaceSpec
+from tests.core.bench import BLOCK, MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
 PREFIX, ALL = ev.LeaseMode.PREFIX, ev.LeaseMode.ALL
 
@@ -296,3 +297,39 @@ def test_unknown_session_is_an_error(bench: Bench) -> None:
     bench.close()
     with pytest.raises(UnknownSession):
         bench.lookup([1])
+
+
+def of_groups(bench: Bench, *counts: int, first: int = 0) -> list[act.Answer]:
+    """Lookup by one request of so many keys of each group."""
+    queries = tuple(
+        ev.Query(context(), group, keys(*range(first, first + count)), ALL if group else PREFIX)
+        for group, count in enumerate(counts)
+    )
+    answers = bench.ask(ev.LookupRequested(SessionId(1), queries))
+    assert isinstance(answers, tuple)
+    return list(answers)
+
+
+def test_the_groups_of_a_request_share_what_it_may_lease() -> None:
+    bench = small(extents=4, lease_share=12 / 64)
+    bench.open(namespace=spec(groups=3))
+    for group in range(3):
+        bench.finish(bench.store(range(16), group=group))
+    whole = of_groups(bench, 4, 4, 4)
+    assert [bench.leased(answer) for answer in whole] == [4, 4, 4]
+    bench.release(*(answer.lease or 0 for answer in whole))
+    cut = of_groups(bench, 16, 8, 0)
+    assert [bench.leased(answer) for answer in cut] == [7, 4, 0]
+    assert list(cut[0].statuses) == [1] * 7 + [3] * 9
+    assert list(of_groups(bench, 16, 8)[1].statuses) == [1] * 4 + [3] * 4
+
+
+def test_one_block_of_each_group_can_be_leased_however_large() -> None:
+    large = spec(block_bytes=3 * BLOCK).groups[0]
+    bench = small(extents=2, lease_share=3 / 32)
+    bench.open(namespace=NamespaceSpec("ns", TenantId("tenant"), 32, (*spec().groups, large)))
+    for group in range(2):
+        bench.finish(bench.store(range(4), group=group))
+    answers = of_groups(bench, 4, 4)
+    assert [bench.leased(answer) for answer in answers] == [1, 1]
+    assert [bench.leased(answer) for answer in of_groups(bench, 2, 2, first=2)] == [0, 0]

@@ -25,26 +25,64 @@ ENDED_AT_ONCE = 1024  # leases of requests that have ended, in one event
 SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
 
 
-def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> int:
-    """How many of these slots, from the first on, a lease of this session may take."""
+def leasable(state: State, session: Session, owner: SizeClass, slots: Slots, room: int) -> int:
+    """How many of these slots, from the first on, a lease of this session may take.
+
+    `room`: bytes of the tenant's cap that are for it.
+    """
     if len(session.leases) + session.ended_leases >= MAX_LEASES_PER_SESSION:
         return 0
-    room = max(0, MAX_LEASED_PER_TENANT - owner.tenant.leased_claims)
-    return min(room, within_cap(state, owner, slots))
+    claims = max(0, MAX_LEASED_PER_TENANT - owner.tenant.leased_claims)
+    return min(claims, _within(state, owner, slots, room))
 
 
 def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
-    """How many of these slots, from the first on, the tenant's cap lets anybody claim.
+    """How many of these slots, from the first on, the tenant's cap lets anybody claim."""
+    share, block_bytes = state.config.lease_share, owner.block_bytes
+    room = owner.tenant.lease_room(state.pool_bytes, share, block_bytes)
+    return _within(state, owner, slots, room)
+
+
+def rooms(state: State, wanted: Sequence[tuple[SizeClass, Slots]]) -> list[int]:
+    """Bytes of the tenant's cap for each of these, that one request would lease.
+
+    Where all is too much, each gets as large a part, and first of all one block: a hit of several
+    groups takes some of each.
+    """
+    ones = {owner.name: owner.block_bytes for owner, slots in wanted if len(slots)}
+    if not ones:
+        return [0] * len(wanted)
+    tenant, share = wanted[0][0].tenant, state.config.lease_share
+    left = max(0, tenant.lease_room(state.pool_bytes, share, sum(ones.values())))
+    if len(wanted) == 1:
+        return [left]
+    costs = [len(slots) * owner.block_bytes for owner, slots in wanted]
+    if sum(costs) > left:
+        costs = [
+            int(_costs(state, owner, slots)[-1]) if len(slots) else 0 for owner, slots in wanted
+        ]
+    firsts = []
+    for cost, (owner, _) in zip(costs, wanted, strict=True):
+        firsts.append(min(cost, owner.block_bytes, left))
+        left -= firsts[-1]
+    more = [cost - first for cost, first in zip(costs, firsts, strict=True)]
+    left, total = min(left, sum(more)), max(1, sum(more))
+    return [first + left * rest // total for first, rest in zip(firsts, more, strict=True)]
+
+
+def _within(state: State, owner: SizeClass, slots: Slots, room: int) -> int:
+    if len(slots) * owner.block_bytes <= room:
+        return len(slots)
+    return int(np.count_nonzero(_costs(state, owner, slots) <= max(room, 0)))
+
+
+def _costs(state: State, owner: SizeClass, slots: Slots) -> Slots:
+    """Bytes of the cap that these slots take, each with those before it.
 
     A block counts once however many leases and hand-offs claim it.
     """
-    share, block_bytes = state.config.lease_share, owner.block_bytes
-    room = owner.tenant.lease_room(state.pool_bytes, share, block_bytes)
-    if len(slots) * block_bytes <= room:
-        return len(slots)
     fresh = state.slots.leases[slots] == 0
-    cost = np.cumsum(fresh & state.slots.firsts(slots)) * block_bytes
-    return int(np.count_nonzero(cost <= max(room, 0)))
+    return np.cumsum(fresh & state.slots.firsts(slots)) * owner.block_bytes
 
 
 def take_lease(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ from kvd.core.blocks import slot_lifecycle
 from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.claims import lease, prefix
 from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
-from kvd.core.keys import U64, Bools, LeaseId, Slots, each_once
+from kvd.core.keys import NO_SLOTS, U64, Bools, LeaseId, Slots, each_once
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import READY, SlotState
@@ -22,6 +24,16 @@ from kvd.core.tiers import search, writing
 from kvd_proto.key_status import ADMITTED_BIT, HIT, MISS, PENDING, RETRY
 
 ADMIT = MISS | ADMITTED_BIT
+
+
+class _Found(NamedTuple):
+    """What is there of a query's keys, and what a lease would hold of that."""
+
+    statuses: npt.NDArray[np.uint8]
+    slots: Slots
+    run: Slots  # places of the keys to be claimed
+    claimed: Slots  # ... and their slots
+
 
 _STATUS_OF_STATE = np.zeros(len(SlotState), dtype=np.uint8)
 _STATUS_OF_STATE[SlotState.READY] = HIT
@@ -33,13 +45,13 @@ def lookup(turn: Turn, event: LookupRequested) -> None:
     state = turn.state
     session = state.require_session(event.session)
     owners = check_keys(state, session, [(query.group, query.keys) for query in event.queries])
-    answers = tuple(
-        _answer(turn, session, query, owner)
-        for query, owner in zip(event.queries, owners, strict=True)
-    )
+    asked = zip(event.queries, owners, strict=True)
+    answers: list[Answer] = []
+    for _, of_request in groupby(asked, key=lambda each: each[0].context.request):
+        answers += _answer(turn, session, list(of_request))
     if event.counted:
         count(state, [answer.statuses for answer in answers])
-    turn.orders.append(Reply(answers))
+    turn.orders.append(Reply(tuple(answers)))
 
 
 def count(state: State, statuses: Iterable[bytes]) -> None:
@@ -54,7 +66,26 @@ def count(state: State, statuses: Iterable[bytes]) -> None:
             counters.misses += said.count(MISS) + said.count(ADMIT)
 
 
-def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Answer:
+def _answer(turn: Turn, session: Session, asked: list[tuple[Query, SizeClass]]) -> list[Answer]:
+    """Answers to queries of one request, that share what it may lease."""
+    state = turn.state
+    found = [_find(turn, session, query, owner) for query, owner in asked]
+    wanted = [(owner, each.claimed) for (_, owner), each in zip(asked, found, strict=True)]
+    rooms = lease.rooms(state, wanted)
+    answers = []
+    for (query, owner), each, room in zip(asked, found, rooms, strict=True):
+        statuses, slots, run, claimed = each
+        leased = lease.leasable(state, session, owner, claimed, room) if len(run) else 0
+        if leased < len(run):
+            statuses[run[leased:]] = RETRY
+            claimed = claimed[:leased].copy()  # a lease keeps it, and nothing more than it
+        held = _lease(turn, session, query, owner, claimed, run) if leased else None
+        sources = _sources(state, statuses, slots) if state.below.tiers else b""
+        answers.append(Answer(statuses.tobytes(), held, sources))
+    return answers
+
+
+def _find(turn: Turn, session: Session, query: Query, owner: SizeClass) -> _Found:
     state = turn.state
     account, words = query.context.account, query.keys.words
     _, tags, slots = locate(state, session, account, query.group, words)
@@ -69,18 +100,10 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
             statuses[missed] = np.where(sought == PENDING, sought, statuses[missed])
     if state.below.tiers:
         statuses[search.waited_for_enough(turn, session, query, slots)] = MISS
-    held = None
-    if query.lease is not LeaseMode.NONE:
-        run = _claimed(statuses, query.lease)
-        claimed = slots if len(run) == len(slots) else slots.take(run)
-        leased = lease.leasable(state, session, owner, claimed)
-        if leased < len(run):
-            statuses[run[leased:]] = RETRY
-            claimed = claimed[:leased].copy()  # a lease keeps it, and nothing more than it
-        if leased:
-            held = _lease(turn, session, query, owner, claimed, run)
-    sources = _sources(state, statuses, slots) if state.below.tiers else b""
-    return Answer(statuses.tobytes(), held, sources)
+    if query.lease is LeaseMode.NONE:
+        return _Found(statuses, slots, NO_SLOTS, NO_SLOTS)
+    run = _claimed(statuses, query.lease)
+    return _Found(statuses, slots, run, slots if len(run) == len(slots) else slots.take(run))
 
 
 def _lease(

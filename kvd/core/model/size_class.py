@@ -175,15 +175,15 @@ class Tenant:
             return 0
         return self.used_bytes + more_bytes - self.quota_bytes
 
-    def lease_room(self, pool_bytes: int, share: float, block_bytes: int) -> int:
+    def lease_room(self, pool_bytes: int, share: float, least_bytes: int) -> int:
         """Bytes that leases and hand-offs may still hold, of this share of what it may have.
 
-        One block of these bytes may always be leased, whatever is handed off: else nobody could
-        load a larger one, or not until hand-offs end.
+        So many bytes as one block has, or one of each group, may always be leased, whatever is
+        handed off: else nobody could load larger ones, or not until hand-offs end.
         """
         room = self.part(pool_bytes, share) - self.leased_bytes
         of_leases_alone = self.leased_bytes - self.handed_off_bytes
-        return max(room, block_bytes - of_leases_alone)
+        return max(room, least_bytes - of_leases_alone)
 
     def hand_off_room(self, pool_bytes: int, share: float) -> int:
         """Bytes that may still be handed off, of this share."""

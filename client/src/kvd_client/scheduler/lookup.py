@@ -276,19 +276,19 @@ class LookupQueue:
         """Ask for all blocks beyond what the device has, up to where it was decided to ask."""
         lookup = request.lookup
         lookup.looks += 1
-        calls: list[list[QueryDraft]] = [[]]
-        room = KEYS_PER_CALL
-        for group, count in enumerate(self._asked_counts(request)):
-            first = self._first_asked(request, group)
-            while first < count:
-                taken = min(room, count - first)
-                calls[-1].append(self._query(request, group, first, taken))
-                first, room = first + taken, room - taken
-                if room == 0:
-                    calls.append([])
-                    room = KEYS_PER_CALL
+        asked = [
+            (group, first, max(0, count - first))
+            for group, count in enumerate(self._asked_counts(request))
+            for first in [self._first_asked(request, group)]
+        ]
+        # Each call has as large a part of every group: what may be leased is shared by them.
+        parts = -(-sum(count for _, _, count in asked) // KEYS_PER_CALL)
+        calls: list[list[QueryDraft]] = []
+        for part in range(parts):
+            cuts = [(g, n + c * part // parts, n + c * (part + 1) // parts) for g, n, c in asked]
+            calls.append([self._query(request, g, n, end - n) for g, n, end in cuts if n < end])
         lookup.asked_s = self._clock()
-        for queries in filter(None, calls):
+        for queries in calls:
             call_id = self._connection.start_lookup(queries)
             if call_id == 0:
                 self.forget(request)
