@@ -420,10 +420,12 @@ def _check_tiers(state: State) -> None:
                 promoting[tenant] += copy.nbytes
             expected = SlotState.QUARANTINED if copy.failed else SlotState.RESERVED
             assert bool((state.slots.state[part.slots] == expected).all()), "what is brought up"
+    # The last one may be larger than what was left.
+    largest = max((owner.block_bytes for owner in state.classes.values()), default=1)
     for tier in below.tiers:
         assert tier.writing.taken == running[tier.tier], "bytes on their way down"
         assert tier.writing.whole == sum(running[tier.tier].values())
-        assert tier.writing.whole <= tier.terms.max_write_bytes
+        assert tier.writing.whole < tier.terms.max_write_bytes + largest
         waiting: Counter[str] = Counter()
         for owner, slots in tier.behind:
             waiting[owner.tenant.tenant] += len(slots)
@@ -434,7 +436,7 @@ def _check_tiers(state: State) -> None:
         assert list(tier.pace.reads) == reads, "copies whose time is taken"
     assert below.promoting.taken == promoting, "bytes on their way up"
     assert below.promoting.whole == sum(promoting.values())
-    assert below.promoting.whole <= state.pool_bytes * state.config.promotion_share
+    assert below.promoting.whole < state.pool_bytes * state.config.promotion_share + largest
     blocks: Counter[str] = Counter()
     for session in state.sessions.values():
         mine = 0

@@ -46,6 +46,17 @@ def test_a_store_larger_than_the_bound_is_below_before_it_can_be_evicted() -> No
     assert on.counters().hits == 40
 
 
+def test_of_blocks_larger_than_the_bound_one_is_written_at_a_time() -> None:
+    on = stage(TierTerms("disk", max_write_bytes=BLOCK // 2))
+    on.store(1, 2, 3)
+    for number in (1, 2, 3):
+        (write,) = on.writes
+        assert numbers_of(write.keys) == [number]
+        on.write()
+    assert on.bench.machine.state.below.tiers[0].behind_blocks.whole == 0
+    assert on.counters().dropped == 0
+
+
 def test_what_waits_to_be_written_is_bounded_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "MAX_BEHIND_BLOCKS", 12)
     on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))

@@ -352,12 +352,15 @@ def test_all_who_wait_for_room_come_up_in_turn() -> None:
     assert on.look(*range(1, 12), mode=ev.LeaseMode.NONE) == "H" * 11
 
 
-def test_a_block_larger_than_the_share_is_a_miss() -> None:
-    on = stage(extents=8, promotion_share=0.01)
-    on.order_up(1)
-    assert not on.reads
-    assert on.look(1) == "M"
-    assert on.counters().unpromoted == 1
+def test_of_blocks_larger_than_the_share_one_comes_up_at_a_time() -> None:
+    on = stage(extents=8, promotion_share=0.005)
+    on.order_up(1, 2)
+    for number in (1, 2):
+        (read,) = on.reads
+        assert numbers_of(read.keys) == [number]
+        on.read()
+        on.step()
+    assert on.look(1, 2, mode=ev.LeaseMode.NONE) == "HH"
 
 
 def test_a_long_promotion_begins_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

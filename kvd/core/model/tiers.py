@@ -109,6 +109,14 @@ class TenantShare:
         """How much the tenant may still take of so much."""
         return max(0, (most - self.whole - self.taken.get(tenant, 0)) // 2)
 
+    def fits(self, tenant: str, most: int, each: int) -> int:
+        """How many things of this size the tenant may still take of so much.
+
+        One, however large, where it has none and others leave any: else it would never have one.
+        """
+        may_have_one = tenant not in self.taken and self.whole < most
+        return self.left(tenant, most) // each or int(may_have_one)
+
     def count(self, tenant: str, change: int) -> None:
         """The tenant takes some, or (below 0) gives some back."""
         has = self.taken.get(tenant, 0) + change

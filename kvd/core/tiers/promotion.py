@@ -102,7 +102,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
         tier.counters.too_slow += len(fresh)
         search.absent(sought, found, fresh)
         return True
-    fits = _room(state, sought) // sought.owner.block_bytes
+    fits = _room(state, sought)
     if not fits and not state.below.promoting.whole:  # nor would there ever be
         _give_up(tier, found, fresh)
         return True
@@ -216,11 +216,12 @@ def _offer(sought: Sought, found: Search, rows: Slots) -> Offer:
 
 
 def _room(state: State, sought: Sought) -> int:
-    """Bytes that the tenant may still have on their way up."""
+    """Blocks that the tenant may still have on their way up."""
     most = int(state.pool_bytes * state.config.promotion_share)
     if sought.is_prefetch:  # the rest is left to requests that wait
         most = int(most * search.PREFETCH_PART)
-    return state.below.promoting.left(sought.owner.tenant.tenant, most)
+    owner = sought.owner
+    return state.below.promoting.fits(owner.tenant.tenant, most, owner.block_bytes)
 
 
 def _give_up(tier: Tier, found: Search, rows: Slots) -> None:

@@ -93,7 +93,7 @@ def catch_up(turn: Turn, tier: Tier) -> None:
         owner, slots = tier.behind.popleft()
         tenant = owner.tenant.tenant
         tier.behind_blocks.count(tenant, -len(slots))
-        if tier.writing.left(tenant, tier.terms.max_write_bytes) >= owner.block_bytes:
+        if tier.writing.fits(tenant, tier.terms.max_write_bytes, owner.block_bytes):
             some, rest = slots[:blocks], slots[blocks:]
             blocks -= len(some)
             late = write(turn, tier, owner, _still_of(turn.state, owner, some))
@@ -134,7 +134,7 @@ def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> Slots:
         return slots
     slots = state.slots.distinct(slots)
     tenant = owner.tenant.tenant
-    fits = tier.writing.left(tenant, tier.terms.max_write_bytes) // owner.block_bytes
+    fits = tier.writing.fits(tenant, tier.terms.max_write_bytes, owner.block_bytes)
     for scope, some in slot_lifecycle.by_scope(state, slots[:fits]):
         if not _goes(state, scope):
             _begin(turn, tier, owner, scope, some)
