@@ -16,7 +16,15 @@ from kvd_client import EngineIdentity, backoff, connection
 from kvd_client.backoff import MAX_DOUBLINGS
 from kvd_client.companion import MAX_DESCRIPTORS, CompanionRefused, CompanionSocket
 from kvd_client.connection import MAX_QUEUED_MESSAGES, MAX_REMEMBERED_STEPS
-from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, request_context
+from kvd_client.draft import (
+    BlockRun,
+    JobDraft,
+    LookupCounts,
+    QueryDraft,
+    RequestLookup,
+    StepDraft,
+    request_context,
+)
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.outgoing import step_bytes
 from kvd_client.session import MAX_SEEDS, DaemonSession
@@ -172,6 +180,19 @@ def test_refusal_is_understood_of_as_many_steps_as_are_remembered(
     engine.store("a", "hello", 4)
     assert engine.load("b", "hello", 4) == 4
     assert engine.connection.sessions == sessions
+
+
+def test_of_requests_that_a_sent_step_tells_of_the_counts_alone_are_remembered(
+    engine: SmallEngine,
+) -> None:
+    context, prompt = request_context("r", "", 0, ()), block_hashes("recorded", 64)
+    told = RequestLookup(context, 64, 0, 0, prompt=prompt)
+    counts = LookupCounts(requests=1, blocks=64, told=[told])
+    assert engine.connection.send_step(StepDraft(finished=["r"], lookups=counts))
+    last = list(engine.connection._steps.values())[-1].ends
+    assert (last.finished, last.lookups) == (["r"], counts)  # which compares no single request
+    assert last.lookups.told == []
+    assert counts.told == [told], "the message has them"
 
 
 def test_ends_that_nobody_asked_about_are_kept_up_to_a_bound_and_the_oldest_goes() -> None:

@@ -63,7 +63,7 @@ class SentStep(NamedTuple):
 
     job_ids: tuple[int, ...]
     is_refused_whole: bool  # and can be, without what it says of ends
-    ends: StepDraft  # all that it said but its orders
+    ends: StepDraft  # all that it said but its orders, and single requests
 
 
 class SchedulerConnection:
@@ -232,7 +232,7 @@ class SchedulerConnection:
         job_ids = tuple(step.job_ids())
         # Of a step with both, the daemon may have begun loads before a hand-off made it refuse.
         is_whole = step.has_orders and not (step.loads and step.hand_offs)
-        self._steps[sequence] = SentStep(job_ids, is_whole, step.without_orders())
+        self._steps[sequence] = SentStep(job_ids, is_whole, step.to_remember())
         if len(self._steps) > MAX_REMEMBERED_STEPS:
             del self._steps[next(iter(self._steps))]
 

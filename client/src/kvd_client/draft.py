@@ -311,6 +311,10 @@ class StepDraft:
         """What it says of ends alone."""
         return replace(self, touches=[], loads=[], stores=[], hand_offs=[])
 
+    def to_remember(self) -> StepDraft:
+        """The same, and of requests the counts alone: their prompts and parameters may be large."""
+        return replace(self.without_orders(), lookups=replace(self.lookups, told=[]))
+
     @property
     def has_orders(self) -> bool:
         return bool(self.touches or self.loads or self.stores or self.hand_offs)
