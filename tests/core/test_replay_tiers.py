@@ -176,6 +176,24 @@ def test_belady_and_too_many_tiers_are_refused(
     assert "9 tiers; at most 8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--tier", "blocks=0"], "blocks must be"),
+        (["--tier", "blocks=5"] * 9, "9 tiers"),
+        (["--tier", "blocks=5", "--policy", "belady"], "one cache"),
+        (["--device-blocks", "5", "--policy", "belady"], "one cache"),
+        (["--store", "lazy"], "needs --device-blocks"),
+    ],
+)
+def test_what_is_wrong_whatever_the_trace_has_is_said_before_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    size = ("--trace", str(tmp_path / "is-not-there"), "--capacity-blocks", "5")
+    assert command(*size, *given) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["5000", "0", "2GiB", "50%", "many"])
 def test_a_block_of_an_impossible_size_is_refused(
     size: str, capsys: pytest.CaptureFixture[str]

@@ -244,8 +244,10 @@ def command(**flags: Any) -> int:
 def run(args: SimpleNamespace) -> int:
     """Replay and print; a misuse when the trace, the device or a tier can't be used."""
     try:
-        requests = read_trace(args.trace)
-        specs = _tiers_of(args, requests)
+        _refuse_together(args)
+        tiers = [_read_tier(text) for text in args.tier]
+        requests = read_trace(args.trace)  # of a long one this takes minutes
+        specs = [_spec_of(tier, requests) for tier in tiers]
         rule = _store_rule_of(args, requests)
     except (TraceError, _OptionError) as error:
         print(f"kvd replay: {error}", file=sys.stderr)
@@ -355,13 +357,23 @@ class _OptionError(Exception):
     """A tier, or the device, can't be used as it was given; names the field and what would do."""
 
 
+def _refuse_together(args: SimpleNamespace) -> None:
+    """_OptionError where one option forbids or needs another, whatever the trace has."""
+    if args.device_blocks is None and args.store != EAGER:
+        raise _OptionError(f"--store {args.store} needs --device-blocks. Fix: give it")
+    if len(args.tier) > MAX_TIERS:
+        raise _OptionError(f"{len(args.tier)} tiers; at most {MAX_TIERS} may be")
+    if args.policy != BELADY:
+        return
+    if args.device_blocks is not None:
+        raise _OptionError("belady is a bound for one cache. Fix: no --device-blocks")
+    if args.tier:
+        raise _OptionError("belady is a bound for one cache. Fix: no --tier, or another --policy")
+
+
 def _store_rule_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> StoreRule:
     if args.device_blocks is None:
-        if args.store != EAGER:
-            raise _OptionError(f"--store {args.store} needs --device-blocks. Fix: give it")
         return StoreRule(args.store_threshold)
-    if args.policy == BELADY:
-        raise _OptionError("belady is a bound for one cache. Fix: no --device-blocks")
     longest = max(request.blocks.size for request in requests)
     if longest > args.device_blocks:
         raise _OptionError(
@@ -369,14 +381,6 @@ def _store_rule_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> S
             f" computes it in its own memory. Fix: {longest} or more"
         )
     return StoreRule.of(args.device_blocks, args.store, args.store_threshold)
-
-
-def _tiers_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> list[TierSpec]:
-    if len(args.tier) > MAX_TIERS:
-        raise _OptionError(f"{len(args.tier)} tiers; at most {MAX_TIERS} may be")
-    if args.tier and args.policy == BELADY:
-        raise _OptionError("belady is a bound for one cache. Fix: no --tier, or another --policy")
-    return [_read_tier(text, requests) for text in args.tier]
 
 
 def _plain_size(text: str) -> int:
@@ -398,7 +402,8 @@ _TIER_FIELDS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _read_tier(text: str, requests: Sequence[TraceRequest]) -> TierSpec:
+def _read_tier(text: str) -> dict[str, Any]:
+    """The fields of one --tier. _OptionError where one can't be."""
     given: dict[str, Any] = {}
     for field in text.split(","):
         name, _, value = field.partition("=")
@@ -413,9 +418,13 @@ def _read_tier(text: str, requests: Sequence[TraceRequest]) -> TierSpec:
         raise _OptionError(f"--tier {text}: needs one of blocks and fraction. Fix: set one")
     if "reuse" in given and given.get("write") != REUSE:
         raise _OptionError(f"--tier {text}: reuse counts only with write=reuse. Fix: set that")
-    if "fraction" in given:
-        given["blocks"] = capacity_of(requests, given.pop("fraction"))
-    given["capacity_blocks"] = given.pop("blocks")
     if "deadline" in given:
         given["deadline_s"] = given.pop("deadline")
-    return TierSpec(**given)
+    return given
+
+
+def _spec_of(given: dict[str, Any], requests: Sequence[TraceRequest]) -> TierSpec:
+    """The tier, of so many blocks or of a part of the trace's."""
+    if "fraction" in given:
+        given["blocks"] = capacity_of(requests, given.pop("fraction"))
+    return TierSpec(given.pop("blocks"), **given)
