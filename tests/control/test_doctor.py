@@ -210,6 +210,18 @@ def test_a_daemon_with_flags_of_its_own_is_judged_by_its_own_pool(
         assert main(["doctor", "--socket", running.socket]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quiet")
+def test_flags_of_a_daemon_count_before_a_file_of_another_pool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of these extents the daemon's pool could not have a single one."""
+    file = tmp_path / "kvd.toml"
+    file.write_text('pool_bytes = "16GiB"\nextent_bytes = "1GiB"\npool_directory = "/proc/none"\n')
+    with daemon() as running:
+        words = ["doctor", "--config", str(file), "--socket", running.socket]
+        assert main(words) == 0, capsys.readouterr().out
+
+
 def test_limits_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
     for name, meminfo in (("node0", "Node 0 MemTotal:  2048 kB\n"), ("node1", "MemTotal: 0 kB")):
         (tmp_path / name).mkdir()

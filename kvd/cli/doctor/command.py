@@ -43,8 +43,12 @@ def command(**flags: Any) -> int:
     settings = replace(settings, socket=Path(place_of(given)))
     status, why = _status(given)
     if status is not None and status.pool.directory:  # flags may have given it another pool
-        pool = Path(status.pool.directory)
-        settings = replace(settings, pool_directory=pool, pool_bytes=status.pool.bytes)
+        settings = replace(
+            settings,
+            pool_directory=Path(status.pool.directory),
+            pool_bytes=status.pool.bytes,
+            extent_bytes=status.pool.extent_bytes,
+        )
     system = System.read(status.process_id if status is not None else None)
     found = findings(Subject(system, settings, status, why))
     return _tell(found, as_json=given.json)
