@@ -128,6 +128,7 @@ def test_settings_and_tenants_of_the_values_reach_the_daemon(
         {"config": {"tenants": {"a": {"uids": [1], "quota": 25}}}},
         {"config": {"operators": [2**32 - 1]}},
         {"config": {"extent_bytes": "lots"}},
+        {"extraEnv": [{"value": "no name"}]},
         {"config": {"extent_bytes": 100}},
         {"config": {"gpu_context_bytes": "10%"}},
         {"config": {"gpu_staging_bytes": 1}},

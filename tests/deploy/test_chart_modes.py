@@ -460,3 +460,56 @@ def test_labels_and_volumes_of_ones_own_come_beside_the_charts(chart: helm.Chart
     template = objects(chart, given)["DaemonSet"]["spec"]["template"]
     assert template["metadata"]["labels"]["app.kubernetes.io/component"] == "cache"
     assert MODELS[0] in template["spec"]["volumes"]
+
+
+HTTP_PORT = {"name": "KVD_HTTP_PORT", "value": "9999"}
+LEVEL = {"name": "KVD_LOG_LEVEL", "value": "debug"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"extraArgs": ["--http-port=9999"]}, r"extraArgs has --http-port, .* set metrics\.port"),
+        ({"extraArgs": ["--http-port", "0"]}, r"extraArgs has --http-port, .* set metrics\.port"),
+        ({"extraArgs": ["--pool-bytes=1GiB"]}, r"extraArgs has --pool-bytes, .* pool\.sizeGiB"),
+        ({"extraArgs": ["--config=/mine"]}, "extraArgs has --config"),
+        ({"extraArgs": ["--drain-seconds=600"]}, r"config\.drain_seconds"),
+        ({"extraArgs": ["--check"]}, "extraArgs has --check, .* would not serve"),
+        ({**SIDECAR, "extraArgs": ["--socket=/x"]}, "extraArgs has --socket"),
+        ({"extraEnv": [HTTP_PORT]}, r"extraEnv has KVD_HTTP_PORT, .* set metrics\.port"),
+        ({**SIDECAR, "extraEnv": [HTTP_PORT]}, "extraEnv has KVD_HTTP_PORT"),
+        ({"extraEnv": [LEVEL, LEVEL]}, "extraEnv has name KVD_LOG_LEVEL, .*: leave one of them"),
+        (
+            {"gpu": {"enabled": True}, "extraEnv": [{"name": "NVIDIA_VISIBLE_DEVICES"}]},
+            "extraEnv has name NVIDIA_VISIBLE_DEVICES",
+        ),
+        (
+            {"engine": {"enabled": True, "extraArgs": ["--port=9"]}},
+            r"engine\.extraArgs has --port, .* the probes ask 8000",
+        ),
+        (
+            {**SIDECAR, "engine": {"extraArgs": ["--kv_transfer_config={}"]}},
+            r"engine\.extraArgs has --kv-transfer-config, .* set connection\.vllm",
+        ),
+        (
+            {"engine": {"enabled": True, "extraEnv": [{"name": "KV_TRANSFER_CONFIG"}]}},
+            r"engine\.extraEnv has name KV_TRANSFER_CONFIG",
+        ),
+    ],
+)
+def test_a_flag_or_variable_that_would_undo_what_the_chart_sets_is_refused(
+    chart: helm.Chart, given: dict[str, Any], said: str
+) -> None:
+    chart.validate_schema(given)
+    with pytest.raises(helm.HelmError, match=said):
+        chart.render(given, name="demo", namespace="caches")
+
+
+def test_flags_and_variables_of_ones_own_reach_daemon_and_engine(chart: helm.Chart) -> None:
+    engine = {"enabled": True, "extraArgs": ["--seed=1"], "extraEnv": [{"name": "A", "value": "b"}]}
+    given = {"extraArgs": ["--log-level=debug"], "extraEnv": [LEVEL], "engine": engine}
+    made = objects(chart, given)
+    (daemon,) = made["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    assert (daemon["args"][-1], daemon["env"]) == ("--log-level=debug", [LEVEL])
+    (vllm,) = made["Deployment-engine"]["spec"]["template"]["spec"]["containers"]
+    assert (vllm["args"][-1], vllm["env"][-1]["name"]) == ("--seed=1", "A")

@@ -115,6 +115,42 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- include "kvd.refuseLabels" . -}}
 {{- include "kvd.refuseVolumes" . -}}
+{{- include "kvd.refuseSettings" . -}}
+{{- end -}}
+
+{{- /* Flags and variables count before kvd.toml, which has what probes, mounts and memory go by. */ -}}
+{{- define "kvd.refuseSettings" -}}
+{{- $places := dict "config" "config" "socket" "runDirectory" "pool_directory" "pool.hostPath" "extents_directory" "pool.hugePages.hostPath" "pool_bytes" "pool.sizeGiB" "extent_bytes" "config.extent_bytes" "http_address" "metrics" "http_port" "metrics.port" "drain_seconds" "config.drain_seconds" -}}
+{{- range $name, $place := $places -}}
+{{- $flag := printf "--%s" (replace "_" "-" $name) -}}
+{{- include "kvd.refuseFlag" (list "extraArgs" $.Values.extraArgs $flag $place) -}}
+{{- $variable := printf "KVD_%s" (upper $name) -}}
+{{- range $.Values.extraEnv -}}
+{{- if eq .name $variable -}}
+{{- fail (printf "extraEnv has %s, which would count before what the chart sets: leave it out, and set %s" $variable $place) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $flag := list "--check" "--print-config" -}}
+{{- include "kvd.refuseFlag" (list "extraArgs" $.Values.extraArgs $flag "nothing: the daemon would not serve") -}}
+{{- end -}}
+{{- $env := default list (include "kvd.container" . | fromYamlArray | first).env -}}
+{{- include "kvd.refuseTwice" (list "extraEnv" "name" $env) -}}
+{{- if or .Values.engine.enabled (eq .Values.mode "sidecar") -}}
+{{- include "kvd.refuseFlag" (list "engine.extraArgs" .Values.engine.extraArgs "--port" "nothing: the probes ask 8000") -}}
+{{- include "kvd.refuseFlag" (list "engine.extraArgs" .Values.engine.extraArgs "--kv-transfer-config" "connection.vllm") -}}
+{{- $theirs := concat (list (dict "name" "KV_TRANSFER_CONFIG")) (default list .Values.engine.extraEnv) -}}
+{{- include "kvd.refuseTwice" (list "engine.extraEnv" "name" $theirs) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvd.refuseFlag" -}}
+{{- $flag := index . 2 -}}
+{{- range index . 1 -}}
+{{- if eq (first (splitList "=" (toString .)) | replace "_" "-") $flag -}}
+{{- fail (printf "%s has %s, which would count before what the chart sets: leave it out, and set %s" (index $ 0) $flag (index $ 3)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* A key twice: YAML has none, and the cluster takes the last, so that no selector would match. */ -}}
@@ -161,6 +197,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $value := get $one $name -}}
 {{- if has $value $found -}}
 {{- $fix := ternary "choose another path" "rename it, or leave it out and mount the one that is there" (eq $name "mountPath") -}}
+{{- $fix = ternary "leave one of them out" $fix (hasSuffix "Env" (index $ 0)) -}}
 {{- fail (printf "%s has %s %s, and something else has it already: %s" (index $ 0) $name $value $fix) -}}
 {{- end -}}
 {{- $found = append $found $value -}}
