@@ -29,7 +29,7 @@ STOP_SECONDS = 5.0  # for the calls under way
 _FILE = click.Path(path_type=Path)
 
 
-@click.command("gateway")
+@click.command("gateway", cls=last_words.Service)
 @click.option(
     "--address",
     default=DEFAULT_ADDRESS,

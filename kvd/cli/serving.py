@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -53,7 +54,19 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
     return serve.serve(settings, read)
 
 
-command = click.Command(
+class _Serve(last_words.Service):
+    def log_format(self, given: Mapping[str, Any]) -> str:
+        """Of the flag, the variable or the file; no log is begun where it would only look."""
+        if given.get("check") or given.get("print_config"):
+            return "text"
+        texts = {name: text for name, text in given.items() if isinstance(text, str)}
+        try:
+            return config.load(texts, os.environ).log_format
+        except config.ConfigError as error:
+            return error.log_format
+
+
+command = _Serve(
     "serve",
     callback=_run,
     short_help="Run the daemon.",

@@ -141,6 +141,47 @@ def test_a_start_that_fails_says_why_in_the_log_and_leaves_nothing(
         assert place.read_text() == "mine"
 
 
+AS_JSON = {"KVD_LOG_FORMAT": "json"}
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "said"),
+    [
+        (["serve", "--log-format=json", "--nosuch"], {}, "No such option '--nosuch'"),
+        (["serve", "--nosuch", "--log-format", "json", "--policy"], {}, "'--nosuch'"),
+        (["serve", "--policy"], AS_JSON, "'--policy' requires an argument: see kvd serve"),
+        (["serve", "more"], {"KVD_CONFIG": "kvd.toml"}, "unexpected extra argument"),
+        (["gateway", "--log-format", "json"], {}, "Missing option '--certificate'"),
+    ],
+)
+def test_a_misuse_of_a_service_whose_log_a_program_reads_is_one_line_of_json(
+    tmp_path: Path, words: list[str], variables: dict[str, str], said: str
+) -> None:
+    if file := variables.get("KVD_CONFIG"):
+        (tmp_path / file).write_text('log_format = "json"\n')
+        variables = {"KVD_CONFIG": str(tmp_path / file)}
+    ended = run(*words, **variables)
+    (line,) = ended.stderr.splitlines()
+    assert said in json.loads(line)["message"]
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (["serve", "--nosuch"], {}),
+        (["serve", "--check", "--nosuch"], AS_JSON),
+        (["gateway", "--log-format", "yaml"], {}),
+    ],
+)
+def test_people_read_a_misuse_of_a_service_as_that_of_any_command(
+    words: list[str], variables: dict[str, str]
+) -> None:
+    ended = run(*words, **variables)
+    assert ended.stderr.startswith(f"Usage: kvd {words[0]} [OPTIONS]")
+    assert ended.returncode == 2
+
+
 def _filesystem(path: Path) -> str:
     return subprocess.run(
         ["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True
