@@ -9,7 +9,7 @@ from kvd.processes import extras
 from kvd.tiers.disk.options import DiskOptions
 from kvd.tiers.mooncake.options import MooncakeOptions
 from kvd.tiers.s3.options import S3Options
-from kvd.tiers.store import OpenStore, TierOptions, TierStore, TierUnusable
+from kvd.tiers.store import LibraryMissing, OpenStore, TierOptions, TierStore
 from kvd.tiers.valkey.options import ValkeyOptions
 
 
@@ -49,7 +49,7 @@ def check_options(store: str, options: TierOptions) -> None:
 
 
 def require_library(store: str) -> None:
-    """TierUnusable, with what to install, where the library of one of ours can't be loaded."""
+    """LibraryMissing, with what to install, where the library of one of ours can't be loaded."""
     if store == "kvd.tiers.kinds:open_mooncake":
         importlib.import_module("kvd.tiers.mooncake.client").load_library()
     elif store == "kvd.tiers.kinds:open_s3":
@@ -64,7 +64,6 @@ def _opener(extra: str, module: str, name: str) -> OpenStore:
     try:
         opener: OpenStore = getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise TierUnusable(
-            f"kind: {extra!r} needs a library that is not here ({error}): {extras.install(extra)}"
-        ) from None
+        problem = f"kind: {extra!r} needs a library that is not here ({error})"
+        raise LibraryMissing(problem, extras.install(extra)) from None
     return opener

@@ -135,6 +135,15 @@ class TierUnusable(TierError):
     reason = TierReason.UNUSABLE
 
 
+class LibraryMissing(TierUnusable):
+    """A library that the store needs can't be loaded; `fix` is what to install."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}: {fix}")
+        self.problem = problem
+        self.fix = fix
+
+
 @dataclass(frozen=True, slots=True)
 class TierUsage:
     """What a store holds and how it fares, since it was opened where nothing else is said.

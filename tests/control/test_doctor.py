@@ -17,7 +17,9 @@ from kvd.__main__ import main
 from kvd.cli.doctor import checks
 from kvd.cli.doctor.checks import Diagnosis, Subject, findings
 from kvd.cli.doctor.system import OWN_VERSION, System
+from kvd.config.tiers import TierRule
 from kvd.linux import limits
+from kvd.tiers.store import LibraryMissing
 from kvd_proto.v1 import operator_pb2 as pb
 from tests.control.running_daemon import daemon
 
@@ -136,6 +138,21 @@ def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
     said = " ".join(found.problem + found.fix for found in faults(on))
     for wanted in ("9.9.9", "kvd undrain", "0 of 2 ranks", "it is full"):
         assert wanted in said
+
+
+def test_what_a_library_that_is_missing_needs_is_told_whole(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> None:
+        raise LibraryMissing("no library (module: none)", "as root: pip install it")
+
+    monkeypatch.setattr(checks, "require_library", refuse)
+    tier = TierRule("below", "kvd.tiers.kinds:open_s3", options={"bucket": "cache"})
+    on = subject(place)
+    on = replace(on, config=replace(on.config, tiers=(tier,)), status=None, before_start=True)
+    (found,) = faults(on)
+    assert found.problem == "tier below could not start: no library (module: none)"
+    assert found.fix == "as root: pip install it"
 
 
 @pytest.mark.parametrize("answers", [True, False])

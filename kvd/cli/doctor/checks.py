@@ -30,7 +30,7 @@ from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.ownership import refuse_owned, require_files, require_writable
 from kvd.processes import extras
 from kvd.tiers.kinds import check_options, require_library
-from kvd.tiers.store import TierUnusable
+from kvd.tiers.store import LibraryMissing, TierUnusable
 from kvd_proto.v1 import operator_pb2 as pb
 
 FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
@@ -260,9 +260,9 @@ def _tiers(on: Subject) -> Iterator[Diagnosis]:
             continue
         try:
             require_library(rule.store)
-        except TierUnusable as error:
-            problem, _, fix = str(error).rpartition(": ")
-            yield Diagnosis("tiers", f"tier {rule.name} could not start: {problem}", fix)
+        except LibraryMissing as error:
+            problem = f"tier {rule.name} could not start: {error.problem}"
+            yield Diagnosis("tiers", problem, error.fix)
 
 
 def _owner(path: Path) -> str:

@@ -35,7 +35,7 @@ from kvd.processes.complaints import log_limited
 from kvd.tiers.mooncake import codes
 from kvd.tiers.mooncake.codes import require_codes
 from kvd.tiers.mooncake.options import MooncakeOptions
-from kvd.tiers.store import TierError, TierReason, TierUnusable
+from kvd.tiers.store import LibraryMissing, TierError, TierReason
 
 GIVES_UP_S = 55.0  # a little less than Mooncake itself
 ASK_AGAIN_S = 0.5  # for the master, once it did not answer
@@ -59,13 +59,13 @@ Sizes = Sequence[Sequence[int]]
 
 
 def load_library() -> Any:
-    """Mooncake's own module. TierUnusable, with what to install, where it can't be loaded."""
+    """Mooncake's own module. LibraryMissing, with what to install, where it can't be loaded."""
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
-        raise TierUnusable(
-            f"Mooncake's client can't be loaded ({error}): {extras.install('mooncake')}, and"
-            " Debian's libibverbs1, libnuma1 and libcurl4"
+        raise LibraryMissing(
+            f"Mooncake's client can't be loaded ({error})",
+            f"{extras.install('mooncake')}, and Debian's libibverbs1, libnuma1 and libcurl4",
         ) from None
 
 
@@ -84,7 +84,7 @@ class MooncakeClient:
 
     @classmethod
     def connect(cls, options: MooncakeOptions) -> MooncakeClient:
-        """Find the master. TierUnusable where there is no library; TierError where no master is."""
+        """Find the master. LibraryMissing without the library; TierError where no master is."""
         says_as_told = "MC_LOG_LEVEL" in os.environ
         _set_environment(options)
         module = load_library()
