@@ -7,11 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import trustme
@@ -74,6 +75,7 @@ class GatewayProcess:
         socket: str,
         operators: str,
         host: str = "127.0.0.1",
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.authority = authority
         self.own = authority.vouch("gateway", "localhost", "127.0.0.1")
@@ -86,6 +88,7 @@ class GatewayProcess:
                     *("--certificate", str(self.own.certificate), "--key", str(self.own.key)),
                     *("--authority", str(authority.file)),
                 ],
+                env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -46,6 +47,7 @@ from tests.gateway.gateway_rig import Authority, GatewayProcess, Identity, chann
 from tests.waiting import wait_until
 
 CALL_SECONDS = 20.0
+UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "kvd-gateway.service"
 Code = grpc.StatusCode
 
 
@@ -158,6 +160,26 @@ def test_nobody_gets_in_without_a_certificate_of_the_authority(
         assert refusal(unary(plain, "/kvd.v1.OperatorService/Status"), b"").code is Code.UNAVAILABLE
     with gateway.called_by(authority.vouch("bob")) as stub:
         assert status_of(stub).state == "ready"
+
+
+def test_under_systemd_handshakes_that_fail_are_no_lines_of_the_log(
+    authority: Authority, running: RunningDaemon, tmp_path: Path
+) -> None:
+    said = UNIT.read_text()
+    environment = dict(re.findall(r"^Environment=(\w+)=(.*)$", said, re.MULTILINE))
+    process = GatewayProcess(tmp_path, authority, running.socket, "", environment=environment)
+    try:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", process.port), CALL_SECONDS) as stranger:
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+                with contextlib.suppress(ConnectionResetError):
+                    stranger.recv(4096)  # once it has been refused
+        with process.called_by(authority.vouch("bob")) as stub:
+            assert status_of(stub).state == "ready"
+    finally:
+        process.end()
+    lines = process.log.read_text().splitlines()
+    assert [line for line in lines if " kvd." not in line] == []
 
 
 def test_only_the_operators_service_is_carried(
