@@ -115,7 +115,10 @@ def _dtype(config: dict[str, Any], chosen: str | None) -> str:
 
 
 def _bytes(text: str) -> int:
-    return parse_size(text, None)
+    pool_bytes = parse_size(text, None)
+    if pool_bytes < LEAST_CHOSEN_BYTES:
+        raise ValueError(f"{LEAST_CHOSEN_BYTES >> 20}MiB, one extent, or more")
+    return pool_bytes
 
 
 @click.command("size")
@@ -208,17 +211,20 @@ def _part(block_bytes: int, shards: int) -> int:
 
 def _pool(given: SimpleNamespace, block_bytes: int, shards: int) -> dict[str, int]:
     said: dict[str, int] = {}
+    held = pool_bytes = 0
     if given.tokens:
-        said["tokens"] = given.tokens
-        said["blocks"] = -(-given.tokens // given.block_tokens)
-        said["pool_bytes"] = pool_for(said["blocks"], block_bytes, shards)
-        said["tmpfs_bytes"] = said["pool_bytes"] + said["pool_bytes"] // TABLES_SHARE + (64 << 20)
+        blocks = -(-given.tokens // given.block_tokens)
+        pool_bytes = pool_for(blocks, block_bytes, shards)
+        held = max(blocks, blocks_in(pool_bytes, block_bytes, shards))
+        said |= {"tokens": given.tokens, "blocks": blocks, "pool_bytes": pool_bytes}
+        said["tmpfs_bytes"] = pool_bytes + pool_bytes // TABLES_SHARE + (64 << 20)
     if given.pool_bytes:
-        held = blocks_in(given.pool_bytes, block_bytes, shards)
+        pool_bytes = given.pool_bytes
+        held = blocks_in(pool_bytes, block_bytes, shards)
         said["tokens_in_pool"] = held * given.block_tokens
-    if pool_bytes := given.pool_bytes or said.get("pool_bytes"):
+    if pool_bytes:
         leased = max(int(pool_bytes * LEASE_SHARE) // block_bytes, 1)
-        said["longest_prompt_tokens"] = leased * given.block_tokens
+        said["longest_prompt_tokens"] = min(leased, held) * given.block_tokens
     return said
 
 

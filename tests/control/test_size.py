@@ -158,5 +158,24 @@ def test_a_models_name_on_the_hub_is_told_from_a_file(capsys: pytest.CaptureFixt
 def test_what_only_a_model_answers_is_not_answered_by_a_daemon(
     capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    assert main(["size", flag, "1000000"]) == 2
+    assert main(["size", flag, "10000000"]) == 2
     assert f"{flag} needs MODEL" in capsys.readouterr().err
+
+
+def test_a_request_loads_no_more_than_the_pool_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A block of 16 MiB in extents of 4 MiB: the pool holds none."""
+    shape = {"num_hidden_layers": 64, "num_attention_heads": 64, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert main(["size", str(tmp_path), "--pool-bytes", "64MiB", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["tokens_in_pool"], said["longest_prompt_tokens"]) == (0, 0)
+
+
+@pytest.mark.parametrize("size", ["0", "1", "4MB"])
+def test_a_pool_of_less_than_an_extent_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    assert main(["size", str(tmp_path), "--pool-bytes", size]) == 2
+    assert "must be 4MiB, one extent, or more" in capsys.readouterr().err
