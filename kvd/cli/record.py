@@ -167,6 +167,12 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
                 _record(given, trace)
         except KeyboardInterrupt:
             pass  # the usual end
+        except Failure as error:
+            if not trace.requests:  # the next try may want the name
+                given.file.unlink(missing_ok=True)
+                raise
+            kept = f"{given.file} has the {trace.requests} requests that came before, and is whole"
+            raise Failure(f"{error.message}; {kept}", error.exit_code) from None
         except BaseException:
             if not trace.requests:  # the next try may want the name
                 given.file.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvd.cli.exits import EXIT_FAILED
+from kvd.cli.exits import EXIT_FAILED, Failure
 from kvd.cli.record import Trace, command
 from kvd.cli.replay.trace import read_trace
 from kvd.core.errors import LimitExceeded
@@ -235,6 +235,21 @@ def test_a_recording_that_cannot_begin_leaves_no_file(tmp_path: Path, name: str)
     assert ended.exit_code == EXIT_FAILED
     assert "no daemon answers" in ended.output
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_what_a_daemon_said_before_its_end_is_kept_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def record(_given: object, trace: Trace) -> None:
+        trace.add(operator_pb2.RecordedRequest(hash_bytes=32, hashes=hashes(1, 2)))
+        raise Failure("the daemon did not answer")
+
+    monkeypatch.setattr("kvd.cli.record._record", record)
+    ended = CliRunner().invoke(command, [str(tmp_path / name)])
+    assert ended.exit_code == EXIT_FAILED
+    assert f"did not answer; {tmp_path / name} has the 1 requests that came" in ended.output
+    assert len(read_trace(tmp_path / name)) == 1
 
 
 def test_a_namespace_that_is_not_there_is_refused(running: RunningDaemon) -> None:
