@@ -544,6 +544,12 @@ CLIENT = (
         "            self._steps.clear()\n",
     ),
     _client(
+        "store that begins before its KV is computed",
+        "worker.worker",
+        "self._do_aside(partial(self._wait_and_mark_ready, wait, job_ids))",
+        "self._mark_ready(job_ids)",
+    ),
+    _client(
         "mover that is taken for dead though nobody says so",
         "worker.registrar",
         "        except grpc.RpcError as error:\n",

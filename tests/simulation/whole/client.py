@@ -7,6 +7,7 @@ stalled and cut off. Modelled are sockets, gRPC, descriptors, and a registration
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from kvd_client.worker import worker as worker_module
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.client.paged_engine import BLOCKS, PagedEngine, Tokens
 from tests.simulation.whole.bytes import RankBytes
+from tests.simulation.whole.client_device import Device, LateDevice
 from tests.simulation.whole.client_link import Links
 from tests.simulation.whole.client_ranks import take_memory
 from tests.simulation.whole.client_threads import Queue, Threads
@@ -56,6 +58,7 @@ MOVED = 0.003  # of the steps: its KV is taken away, and comes elsewhere
 MOVED_FROM_A_STOPPED = 0.1  # the same while the daemon stands still
 PATIENCE_S = (0.002, 0.05, 5.0)  # with which it asks for it
 MOVED_S = 20.0  # until a daemon that stands still has let it go
+BEHIND_S = (0.0, 0.004, 0.05)  # that a device may need for a step, at most
 LAST_FREED = 0.7  # of the blocks that are taken
 COUNTED_S = 2.0  # at most, of the time between two steps: clocks jump, and engines stand
 DRAINED_S = 100.0
@@ -70,23 +73,6 @@ OPTIONS = [
     SchedulerOptions(retention_tokens=16, share_loads=False),
     SchedulerOptions(trusts_page=True),
 ]
-
-
-class Device:
-    """The rank's memory, with a label for each token."""
-
-    def __init__(self, memory: RankBytes) -> None:
-        self._memory = memory
-
-    def write(self, group: int, block: int, offset: int, label: object) -> None:
-        held = self._memory.read(group, block)
-        self._memory.write(
-            group, block, {**(held if isinstance(held, dict) else {}), offset: label}
-        )
-
-    def holds(self, group: int, block: int, offset: int, label: object) -> bool:
-        held = self._memory.read(group, block)
-        return isinstance(held, dict) and held.get(offset) == label
 
 
 class WatchedConnection(SchedulerConnection):
@@ -110,23 +96,22 @@ class ClientSide:
     loop: SimLoop
     connection: WatchedConnection
     worker: Worker
-    device: Device
-    memory: RankBytes
+    make_device: Callable[[RankBytes], Device]
 
     def take(self, memory: RankBytes) -> Device:
         """Have its KV there from now on."""
         self.memory = self.connection.memory = memory
-        self.device = Device(memory)
+        self.device = self.make_device(memory)
         return self.device
 
     def clock(self) -> float:
         return self.loop.now
 
     def start_step(self, plan: StepPlan) -> None:
-        self.worker.start_step(plan)
+        self.worker.start_step(plan, self.device.computed())
 
     def finish_step(self, plan: StepPlan) -> WorkerReport:
-        self.worker.finish_step(plan)
+        self.worker.finish_step(plan, self.device.computed())
         report = self.worker.get_finished()
         ended = {job.job_id for job in report.ended}
         for waits in self.memory.loading:
@@ -216,15 +201,11 @@ class CarelessEngine(PagedEngine):
 
     def reset(self, version: str) -> None:
         """As where weights change: nothing that was computed before is of use any more."""
-        self.lose_device()
-        self.version = version
-        self.scheduler.reset_cache()
-
-    def lose_device(self) -> None:
-        """Nothing of what was computed is there any more; what is stored stays right."""
         for sequence in list(self.sequences.values()):
             if sequence.runs:
                 self._take_blocks_back(sequence)
+        self.version = version
+        self.scheduler.reset_cache()
 
     def end_all(self) -> None:
         self.arrives = False
@@ -239,6 +220,7 @@ class ClientEngine(Engine):
 
     groups: tuple[Group, ...] = MODELS[0]
     options: SchedulerOptions = OPTIONS[0]
+    behind_s: float = 0.0  # what it is told to compute it may have computed so much later
     threads: Threads = field(kw_only=True)
     links: Links = field(kw_only=True)
 
@@ -257,16 +239,21 @@ class ClientEngine(Engine):
         self.had: list[SimMover] = []  # its rank's, of this memory
         (memory,) = self.memory
         link = WatchedConnection(self.name, identity, namespace_of(self.model, self.groups))
-        link.memory = memory
         worker = Worker(self.name, identity)
         worker.register([self.shared_memory(0)], self.layouts())
-        side = ClientSide(self.loop, link, worker, Device(memory), memory)
-        self.side = side
+        side = self.side = ClientSide(self.loop, link, worker, self._device)
+        side.take(memory)
         self.careless = CarelessEngine(side, self.options, hash_of(self.name) + self.starts)
         self.pressed = 0
 
+    def _device(self, memory: RankBytes) -> Device:
+        if not self.behind_s:
+            return Device(memory)
+        return LateDevice(memory, self.threads, self.behind_s, self.random)
+
     def die(self) -> None:
         self.threads.end(self.name)
+        self.side.device.end()
         super().die()
         self.daemon = None  # its next life has yet to be told where it is
 
@@ -333,10 +320,7 @@ class ClientEngine(Engine):
     def move_memory(self) -> None:
         """Its KV goes elsewhere, as for a pause of the engine: all that was computed is gone."""
         careless, worker = self.careless, self.side.worker
-        if any(sequence.loading for sequence in careless.sequences.values()):
-            careless.reset(careless.version)  # what has just been loaded is told as failed
-        else:
-            careless.lose_device()
+        careless.reset(careless.version)  # as vLLM does it, before
         self.take_memory_back(MOVED_S)
         self.movers.clear()
         self.had.clear()

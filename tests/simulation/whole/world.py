@@ -280,6 +280,7 @@ class World:
             self.note,
             groups=groups,
             options=client.OPTIONS[self.seed // 80 % len(client.OPTIONS)],
+            behind_s=client.BEHIND_S[self.seed // 16 % len(client.BEHIND_S)],
             threads=self.threads,
             links=self.links,
         )

@@ -132,6 +132,8 @@ class Worker:
         """Take the memory back. True: no copy can touch it any more, its jobs are failed.
 
         False only when the daemon hangs so that neither it nor the mover's end could be had.
+        Before other memory is registered, call `Scheduler.reset_cache`: of blocks that the old one
+        held a store may be planned yet.
         """
         registrar, memory = self._registrar, self._memory
         if registrar is None or memory is None:
