@@ -567,12 +567,6 @@ CLIENT = (
         "        for fd in (registration.pidfd, companion_fd, self._wake_fd):\n",
         "        for fd in (companion_fd, self._wake_fd):\n",
     ),
-    _client(
-        "job that is said to be ready to a full ring",
-        "worker.worker",
-        "            self._do_aside(partial(self._mark_by_call, registration, ids))\n",
-        "            pass\n",
-    ),
 )
 
 BUGS = (*CORE, *DRIVER, *POOL, *CONTROL, *CLIENT)
