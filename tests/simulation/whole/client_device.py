@@ -46,6 +46,7 @@ class LateDevice(Device):
         self._threads, self._behind_s, self._drawn = threads, behind_s, drawn
         self._told: deque[Callable[[], None]] = deque()
         self._counted = self._done = 0  # of all that it was ever told
+        self._is_over = False
         self._free_s = 0.0  # when it has computed all that was launched
 
     def write(self, group: int, block: int, offset: int, label: object) -> None:
@@ -61,8 +62,9 @@ class LateDevice(Device):
         )
 
     def _tell(self, what: Callable[[], None]) -> None:
-        self._told.append(what)
-        self._counted += 1
+        if not self._is_over:
+            self._told.append(what)
+            self._counted += 1
 
     def computed(self) -> Callable[[], None]:
         loop, mark = self._threads.loop, self._counted
@@ -82,4 +84,6 @@ class LateDevice(Device):
         self._threads.news()
 
     def end(self) -> None:
+        """The step that its engine dies in goes on here, and computes nothing more."""
+        self._is_over = True
         self._told.clear()
