@@ -40,13 +40,14 @@ class QueryPiece:
 def query_pieces(queries: Sequence[Query]) -> Iterator[list[QueryPiece]]:
     """Cut queries into pieces of a few, with at most LOOKUP_PIECE_KEYS keys, in order.
 
-    Of a request that is too large for one, each piece has as large a part of every query: what may
-    be leased is shared by its groups.
+    Of a request that is too large for one, each piece has as large a part of every query, and one
+    that fits is not cut: what may be leased is shared by its groups. Not so beyond PIECE_QUERIES.
     """
     piece: list[QueryPiece] = []
     room = LOOKUP_PIECE_KEYS
     for together in _parts_of_requests(queries):
-        if piece and sum(len(part) for _, part in together) > room:
+        count = sum(len(part) for _, part in together)
+        if piece and (count > room or len(piece) + len(together) > PIECE_QUERIES):
             yield piece
             piece, room = [], LOOKUP_PIECE_KEYS
         for number, part in together:

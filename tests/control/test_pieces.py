@@ -16,6 +16,7 @@ from kvd.runtime.batching import (
     GROUPS_TOGETHER,
     LOOKUP_PIECE_KEYS,
     PIECE_KEYS,
+    PIECE_QUERIES,
     RUNS_TOGETHER,
     SMALL_STORE_KEYS,
     STORES_TOGETHER,
@@ -53,6 +54,22 @@ def test_each_piece_has_as_large_a_part_of_each_group(counts: list[int]) -> None
         for each in piece:
             come[each.number] += len(each.query.keys)
         assert come == [count * done // len(pieces) for count in counts]
+
+
+@given(st.lists(st.integers(1, PIECE_QUERIES), min_size=1, max_size=9))
+def test_the_groups_of_a_request_that_fits_are_in_one_piece(groups: list[int]) -> None:
+    """However many requests are asked for in one call."""
+    queries = [
+        replace(query(3), context=RequestContext(RequestId(str(number))))
+        for number, count in enumerate(groups)
+        for _ in range(count)
+    ]
+    where: dict[RequestId, set[int]] = {}
+    for number, piece in enumerate(query_pieces(queries)):
+        assert len(piece) <= PIECE_QUERIES
+        for each in piece:
+            where.setdefault(each.query.context.request, set()).add(number)
+    assert [len(pieces) for pieces in where.values()] == [1] * len(groups)
 
 
 @given(st.lists(st.integers(0, 3 * PIECE_KEYS), min_size=1, max_size=4))
