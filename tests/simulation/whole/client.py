@@ -321,16 +321,16 @@ class ClientEngine(Engine):
         """Its KV goes elsewhere, as for a pause of the engine: all that was computed is gone."""
         careless, worker = self.careless, self.side.worker
         careless.reset(careless.version)  # as vLLM does it, before
-        self.take_memory_back(MOVED_S)
+        self.take_memory_back()
         self.movers.clear()
         self.had.clear()
         memory = self.memory[0] = self.new_memory()
         careless.device = self.side.take(memory)
         worker.register([self.shared_memory(0)], self.layouts())
 
-    def take_memory_back(self, most_s: float) -> None:
+    def take_memory_back(self) -> None:
         """Once the client says so, nothing may be copied there."""
-        deadline = self.loop.now + most_s
+        deadline = self.loop.now + MOVED_S
         while not self.side.worker.unregister(self.careless.source.choice(PATIENCE_S)):
             assert self.loop.now < deadline, "the rank's memory is not taken back in time"
         self.memory[0].is_withdrawn = True
@@ -371,7 +371,7 @@ class ClientEngine(Engine):
         assert not worker._jobs._open, "a rank's job never ended"
         lookups = self.side.connection._lookups
         assert not lookups._answers, "an answer of a lookup is kept for nobody"
-        self.take_memory_back(MOVED_S)
+        self.take_memory_back()
 
 
 class ClientWish(Wish):
