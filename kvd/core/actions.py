@@ -352,13 +352,17 @@ class AskTier:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteToTier:
-    """Have the tier copy these slots' blocks down; answer TierCopyEnded."""
+    """Have the tier copy these slots' blocks down; answer TierCopyEnded.
+
+    again: it had them when it was heard of last.
+    """
 
     tier: TierId
     copy: CopyId
     name: ScopeName
     keys: KeyBatch
     slots: Slots
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

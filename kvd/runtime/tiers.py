@@ -323,7 +323,8 @@ class Tiers:
             case act.AskTier():
                 return process.exists(number, (ScopedKeys(scope, order.keys),), deadline)
             case act.WriteToTier():
-                return process.write(number, (self._placed(scope, order),), deadline)
+                placed = (self._placed(scope, order),)
+                return process.write(number, placed, deadline, again=order.again)
             case act.ReadFromTier():
                 if not self._pool.has(order.slots):
                     return False  # a row that the pool had no memory for

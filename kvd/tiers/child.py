@@ -90,6 +90,7 @@ class TierLoop:
     def __init__(self, config: TierConfig, store: TierStore, control: ChannelToControl) -> None:
         self._store = store
         self._store_compares = bool(getattr(store, "compares_sums", False))
+        self._looks_first = bool(getattr(store, "moves_what_is_there", False))
         self._checksums = config.checksums
         self._control = control
         told = store if isinstance(store, MapsMemory) else None
@@ -269,7 +270,13 @@ class TierLoop:
         blocks = _blocks(order, lent)
         outcomes = np.full(len(blocks), Outcome.DAMAGED, dtype=np.uint8)
         damaged = [not self._store_compares and sums.is_damaged(block) for block in blocks]
-        right = np.flatnonzero(~np.array(damaged, dtype=np.bool_))
+        left = ~np.array(damaged, dtype=np.bool_)
+        if order.again and self._looks_first:
+            found = self._store.exists([block.key for block in blocks], order.deadline)
+            there = _checked(found, len(blocks), tuple(Found)) == Found.THERE
+            outcomes[there & left] = Outcome.DONE
+            left &= ~there
+        right = np.flatnonzero(left)
         given = [blocks[row] for row in right.tolist()]
         answers = self._store.write(given, order.deadline) if given else ()
         outcomes[right] = _checked(answers, len(given), _POSSIBLE[order.kind])

@@ -158,13 +158,15 @@ class PlacedBlocks:
 class Order:
     """What the process is to ask its store. `content`: scopes where whole scopes are to go.
 
-    deadline: seconds of time.monotonic(), which all processes of the machine share.
+    deadline: seconds of time.monotonic(), which all processes of the machine share. again: a
+    write's blocks are likely there.
     """
 
     order: OrderId
     kind: TierFrame
     deadline: float
     content: tuple[ScopedKeys, ...] | tuple[PlacedBlocks, ...] | tuple[bytes, ...]
+    again: bool = False
 
     @property
     def count(self) -> int:
@@ -212,7 +214,7 @@ class TierLeft:
     more: bool = False
 
 
-_ORDER = struct.Struct("<QdII")  # ..., how many parts, nothing
+_ORDER = struct.Struct("<QdII")  # ..., how many parts, 1 where they are likely there
 _KEYS = struct.Struct("<II")  # keys, bytes of each hash
 _BLOCKS = struct.Struct("<IIII")  # blocks, bytes of each hash, shards, 1 with sums
 _ANSWER = struct.Struct("<QQQIIII")  # ..., end, how many values and sums, bytes of the reason
@@ -246,7 +248,7 @@ def unpack_config(body: bytes) -> TierConfig:
 
 def pack_order(order: Order) -> bytes:
     """The body of a frame of the order's kind."""
-    pieces = [_ORDER.pack(order.order, order.deadline, len(order.content), 0)]
+    pieces = [_ORDER.pack(order.order, order.deadline, len(order.content), order.again)]
     for part in order.content:
         if isinstance(part, bytes):
             pieces += [_WORD.pack(len(part)), part.ljust(SCOPE_BYTES, b"\0")]
@@ -303,7 +305,7 @@ class _Body:
 def unpack_order(kind: TierFrame, body: bytes) -> Order:
     """BadFrame for one that no store could be asked."""
     source = _Body(body)
-    number, deadline, parts, _ = source.fields(_ORDER)
+    number, deadline, parts, again = source.fields(_ORDER)
     if not 1 <= parts <= MAX_BLOCKS_PER_CALL:
         raise BadFrame(f"an order of {parts} parts")
     content: Any
@@ -313,7 +315,7 @@ def unpack_order(kind: TierFrame, body: bytes) -> Order:
         content = tuple(_blocks(source) for _ in range(parts))
     else:
         content = tuple(_keys(source) for _ in range(parts))
-    order = Order(OrderId(number), kind, deadline, content)
+    order = Order(OrderId(number), kind, deadline, content, bool(again))
     require_order(order)
     return order
 

@@ -193,9 +193,19 @@ class TierProcess(OwnedProcess):
         """Have slots filled with these blocks' bytes; nobody else may use them until it ended."""
         return self._give(Order(order, TierFrame.READ, deadline, tuple(blocks)))
 
-    def write(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
-        """Have these blocks kept; their slots are left alone until it ended."""
-        return self._give(Order(order, TierFrame.WRITE, deadline, tuple(blocks)))
+    def write(
+        self,
+        order: OrderId,
+        blocks: Sequence[PlacedBlocks],
+        deadline: float,
+        *,
+        again: bool = False,
+    ) -> bool:
+        """Have these blocks kept; their slots are left alone until it ended.
+
+        `again`: they are likely there.
+        """
+        return self._give(Order(order, TierFrame.WRITE, deadline, tuple(blocks), again))
 
     def delete(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
         """Have blocks forgotten, also those of writes that were ordered before."""

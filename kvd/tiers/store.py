@@ -192,6 +192,9 @@ class TierStore(Protocol):
         A block that is there already is DONE and not written again: one key has one content. With
         parts of other lengths it replaces what is there. Of a key that stands in the batch more
         than once, the first counts. Others may leave to make room.
+
+        A store whose bytes travel though the block is there has `moves_what_is_there = True`: of
+        blocks that likely are, `exists` is asked first.
         """
 
     def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:

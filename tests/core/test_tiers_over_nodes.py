@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import RequestId, SessionId, TierId
 from kvd.core.model.tiers import Sought, WriteWhen
 from kvd.core.tiers import search
-from tests.core.bench import MS, SECOND, keys, numbers_of, only
+from tests.core.bench import BLOCK, MS, SECOND, keys, numbers_of, only
 from tests.core.test_tiers import DISK, FAR, Stage, stage
 
 LATER = replace(FAR, write=WriteWhen.DEMOTION)
@@ -46,8 +48,52 @@ def test_what_is_handed_off_is_written_where_nodes_share_whatever_the_rule() -> 
     (write,) = on.writes
     assert (write.tier, numbers_of(write.keys)) == (1, [1, 2, 3])
     on.write()
+
+
+def test_what_a_shared_tier_had_is_offered_again_in_case_it_gave_it_up() -> None:
+    on = stage(LATER)
+    on.store(1, 2, 3)
     hand_off(on, 1, 2)
-    assert not on.writes  # it has them
+    on.write()
+    hand_off(on, 1, 2, 3)
+    assert [(numbers_of(write.keys), write.again) for write in on.writes] == [
+        ([3], False),
+        ([1, 2], True),
+    ]
+    assert held(on) == 3  # until it says that it has them
+    hand_off(on, 1, 2)
+    assert len(on.writes) == 2  # they are on their way
+    on.write(failing=(2,))
+    assert held(on) == 1
+    hand_off(on, 2)
+    assert [write.again for write in on.writes] == [False]
+
+
+def test_watchers_hear_once_of_what_a_shared_tier_has() -> None:
+    on = stage(LATER)
+    on.store(1, 2)
+    hand_off(on, 1, 2)
+    on.write()
+    hand_off(on, 1, 2)
+    (again,) = on.writes
+    actions = on.feed(ev.TierCopyEnded(again.tier, again.copy, np.ones(2, dtype=np.bool_)))
+    assert not only(actions, act.AnnounceStored)
+
+
+def test_what_is_too_much_to_offer_again_at_once_follows() -> None:
+    on = stage(replace(LATER, max_write_bytes=2 * BLOCK))
+    on.store(1, 2, 3, 4)
+    hand_off(on, 1, 2, 3, 4)
+    while on.writes:
+        on.write()
+    hand_off(on, 1, 2, 3, 4)
+    offered: list[int] = []
+    while on.writes:
+        assert all(write.again for write in on.writes)
+        offered += [number for write in on.writes for number in numbers_of(write.keys)]
+        on.write()
+    assert offered == [1, 2, 3, 4]
+    assert held(on) == 0
 
 
 def held(on: Stage) -> int:
@@ -63,10 +109,10 @@ def test_what_nodes_share_is_held_here_no_longer() -> None:
     on.write(failing=(2,))
     assert held(on) == 1  # until it is loaded here, or the deadline
     hand_off(on, 1, 2, 3)
-    assert held(on) == 1
+    assert held(on) == 3
     assert numbers_of(on.writes[0].keys) == [2]
     hand_off(on, 2)  # it is on its way there
-    assert held(on) == 1
+    assert held(on) == 3
     on.write()
     assert held(on) == 0
     counters = on.bench.machine.state.counters

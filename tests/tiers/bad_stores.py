@@ -50,6 +50,17 @@ class _Store(MemoryStore):
             time.sleep(0.005)
 
 
+class TakesOnce(_Store):
+    """Is FULL for what is there already, and says that it moves the bytes of that."""
+
+    moves_what_is_there = True
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        there = self.exists([block.key for block in blocks], deadline)
+        outcomes = super().write(blocks, deadline)
+        return [Outcome.FULL if was else now for was, now in zip(there, outcomes, strict=True)]
+
+
 class Raises(_Store):
     """Raises what `what` names, in every call."""
 

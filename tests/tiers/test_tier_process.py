@@ -100,6 +100,17 @@ async def test_a_store_may_say_nothing_of_some() -> None:
 
 
 @on_loop
+async def test_of_what_is_likely_there_a_store_that_would_move_it_is_given_what_it_lacks() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "TakesOnce")
+        tier.write(r.next_order(), placed([1, 2], [1, 2]), soon())
+        tier.write(r.next_order(), placed([1, 2, 3], [1, 2, 3]), soon(), again=True)
+        tier.write(r.next_order(), placed([1, 2, 3], [1, 2, 3]), soon())
+        outcomes = [await r.sink.outcomes(order) for order in (1, 2, 3)]
+        assert outcomes == [[DONE] * 2, [DONE] * 3, [Outcome.FULL] * 3]
+
+
+@on_loop
 async def test_hashes_of_every_length_are_told_apart() -> None:
     async with tier_rig() as r:
         tier = await r.start()

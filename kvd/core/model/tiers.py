@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +139,14 @@ class TierPace:
     probe_ns: int = 0  # before that, nobody tries it though it is slow
 
 
+class Late(NamedTuple):
+    """Blocks that are yet to be written; `again`, though the tier had them when it was heard of."""
+
+    owner: SizeClass
+    slots: Slots
+    again: bool
+
+
 @dataclass(slots=True, eq=False)
 class Tier:
     """What the machine knows of one tier."""
@@ -151,7 +160,7 @@ class Tier:
     clearing: dict[str, None] = field(default_factory=dict)  # fingerprints, yet to be deleted
     reuse: ReuseFilter = field(init=False)
     writing: TenantShare = field(default_factory=TenantShare)
-    behind: deque[tuple[SizeClass, Slots]] = field(default_factory=deque)  # yet to be written
+    behind: deque[Late] = field(default_factory=deque)
     behind_blocks: TenantShare = field(default_factory=TenantShare)
     pace: TierPace = field(default_factory=TierPace)
     counters: TierCounters = field(default_factory=TierCounters)
@@ -195,6 +204,7 @@ class TierCopy(Filling):
     kind: CopyKind
     sought: Sought | None = None  # of a read: for whom
     places: Slots = field(default_factory=lambda: NO_SLOTS)  # and where there
+    again: bool = False  # of a write: the tier had the blocks, as far as was heard
 
     @property
     def until_ns(self) -> int:

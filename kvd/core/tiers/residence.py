@@ -33,8 +33,15 @@ DOUBTED_ROWS_AT_ONCE = 128
 DOUBTED_SLOTS_AT_ONCE = 1 << 18  # of those, but for the last one's
 
 
-def written(turn: Turn, tier: Tier, scope: Scope, slots: Slots) -> None:
-    """The tier has taken these slots' blocks, all of one scope."""
+def written(turn: Turn, tier: Tier, scope: Scope, slots: Slots, *, again: bool = False) -> None:
+    """The tier has taken these slots' blocks, all of one scope.
+
+    `again`: or had them already, which is news only where nobody was told of them.
+    """
+    if again:
+        slots = slots[~tier.told.has(turn.state.slots.tags[slots])]
+        if not len(slots):
+            return
     tier.told.set(turn.state.slots.tags[slots])
     where = (scope.namespace, scope.epoch, scope.account, scope.group)
     owner = turn.state.namespaces[scope.namespace].classes[scope.group]

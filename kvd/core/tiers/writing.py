@@ -21,6 +21,7 @@ from kvd.core.model.state import Scope, State
 from kvd.core.model.tiers import (
     MAX_BEHIND_BLOCKS,
     CopyKind,
+    Late,
     Reach,
     TenantShare,
     Tier,
@@ -50,15 +51,16 @@ def handed_off(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """Another engine shall go on with these blocks, and it may be on another node.
 
     So they are written where nodes share, whatever the tier's rule is, and held until they are
-    there. Those that are still being stored follow when they are (`stored`).
+    there. What was written there before is offered again: the store may have given it up, or
+    another node have cleared it, and nobody was told. Those that are still being stored follow
+    when they are (`stored`).
     """
     table = turn.state.slots
     for tier in turn.state.below.tiers:
         if tier.terms.reach is Reach.CLUSTER:
-            known = (table.state[slots] == READY) & (table.below[slots] & tier.bit != 0)
-            is_idle = table.pins[slots] == table.leases[slots]  # it is not on its way there
-            hand_off.shared(turn.state, owner, slots[known & is_idle])
+            known = slots[table.below[slots] & tier.bit != 0]
             _write_soon(turn, tier, owner, slots)
+            _write_soon(turn, tier, owner, known, again=True)
 
 
 def used(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -69,37 +71,39 @@ def used(turn: Turn, owner: SizeClass, slots: Slots) -> None:
             _write_soon(turn, tier, owner, slots[often])
 
 
-def _write_soon(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> None:
+def _write_soon(
+    turn: Turn, tier: Tier, owner: SizeClass, slots: Slots, *, again: bool = False
+) -> None:
     """Write these down; what is too much for now, when copies have ended."""
-    late = write(turn, tier, owner, slots)
+    late = write(turn, tier, owner, slots, again=again)
     if not len(late):
         return
     tenant = owner.tenant.tenant
     fits = tier.behind_blocks.left(tenant, MAX_BEHIND_BLOCKS)
     tier.counters.dropped += max(0, len(late) - fits)
     if fits:
-        _put_behind(tier, owner, late[:fits])
+        _put_behind(tier, Late(owner, late[:fits], again))
 
 
-def _put_behind(tier: Tier, owner: SizeClass, slots: Slots) -> None:
-    tier.behind.append((owner, slots))
-    tier.behind_blocks.count(owner.tenant.tenant, len(slots))
+def _put_behind(tier: Tier, late: Late) -> None:
+    tier.behind.append(late)
+    tier.behind_blocks.count(late.owner.tenant.tenant, len(late.slots))
 
 
 def catch_up(turn: Turn, tier: Tier) -> None:
     """Write down some of what was too much when its turn was, as far as it is still there."""
     blocks = LATE_AT_ONCE
     for _ in range(min(CAUGHT_UP_AT_ONCE, len(tier.behind))):
-        owner, slots = tier.behind.popleft()
+        owner, slots, again = tier.behind.popleft()
         tenant = owner.tenant.tenant
         tier.behind_blocks.count(tenant, -len(slots))
         if tier.writing.fits(tenant, tier.terms.max_write_bytes, owner.block_bytes):
             some, rest = slots[:blocks], slots[blocks:]
             blocks -= len(some)
-            late = write(turn, tier, owner, _still_of(turn.state, owner, some))
+            late = write(turn, tier, owner, _still_of(turn.state, owner, some), again=again)
             slots = np.concatenate([late, rest])
         if len(slots):
-            _put_behind(tier, owner, slots)
+            _put_behind(tier, Late(owner, slots, again))
 
 
 def forget_late(tier: Tier) -> None:
@@ -118,16 +122,21 @@ def _still_of(state: State, owner: SizeClass, slots: Slots) -> Slots:
     return still
 
 
-def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> Slots:
+def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots, *, again: bool = False) -> Slots:
     """Write down those that are READY and that the tier neither has nor is being given.
 
-    The answer is those of them that are too much for now.
+    `again`: those that it has, too, as far as was heard. The answer is those of them that are too
+    much for now.
     """
     state = turn.state
     if not len(slots) or not tier.serves(state.namespaces[owner.namespace].spec.fingerprint):
         return slots[:0]
-    ready = state.slots.state[slots] == READY
-    slots = slots[ready & ((state.slots.below[slots] & tier.bit) == 0)]
+    table = state.slots
+    if again:
+        wanted = table.pins[slots] == table.leases[slots]  # it is not on its way there
+    else:
+        wanted = (table.below[slots] & tier.bit) == 0
+    slots = slots[(table.state[slots] == READY) & wanted]
     scopes = state.slots.scopes[slots]
     slots = slots[scopes >= state.namespaces[owner.namespace].cleared_below]
     if not len(slots):
@@ -137,7 +146,7 @@ def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> Slots:
     fits = tier.writing.fits(tenant, tier.terms.max_write_bytes, owner.block_bytes)
     for scope, some in slot_lifecycle.by_scope(state, slots[:fits]):
         if not _goes(state, scope):
-            _begin(turn, tier, owner, scope, some)
+            _begin(turn, tier, Part(owner, (scope.scope,), some, some, copies.NO_BLOCKS), again)
     late: Slots = slots[fits:]
     return late
 
@@ -148,16 +157,17 @@ def _goes(state: State, scope: Scope) -> bool:
     return scope.namespace in expiring.ending or ((scope.namespace, scope.epoch) in expiring.epochs)
 
 
-def _begin(turn: Turn, tier: Tier, owner: SizeClass, scope: Scope, slots: Slots) -> None:
+def _begin(turn: Turn, tier: Tier, part: Part, again: bool) -> None:
     state = turn.state
-    part = Part(owner, (scope.scope,), slots, slots, copies.NO_BLOCKS)
+    owner, slots, scope = part.size_class, part.slots, state.scopes[part.scope]
     copy = copies.begin(state, tier, CopyKind.WRITE, part)
+    copy.again = again
     state.slots.below[slots] |= tier.bit
     tier.writing.count(owner.tenant.tenant, copy.nbytes)
     generation = state.namespaces[owner.namespace].cleared_below
     name = ScopeName(scope.namespace, scope.epoch, scope.account, scope.group, generation)
     keys = slot_lifecycle.keys_of(state, owner, slots)
-    turn.orders.append(WriteToTier(tier.tier, copy.copy, name, keys, slots))
+    turn.orders.append(WriteToTier(tier.tier, copy.copy, name, keys, slots, again))
 
 
 def ended(
@@ -177,7 +187,7 @@ def ended(
     state.slots.below[part.slots[done]] |= tier.bit  # the tier may have lost it meanwhile
     scope = state.scopes.get(part.scope)  # none: cleared, and forgotten since
     if count and scope and not namespaces.is_cleared(state, scope.namespace, scope.scope):
-        residence.written(turn, tier, scope, part.slots[done])
+        residence.written(turn, tier, scope, part.slots[done], again=copy.again)
         if tier.terms.reach is Reach.CLUSTER:
             hand_off.shared(state, part.size_class, part.slots[done])
     failed = part.slots[~done]

@@ -38,6 +38,7 @@ class S3Store:
     """
 
     compares_sums = True
+    moves_what_is_there = True
 
     def __init__(self, options: TierOptions) -> None:
         self._options = S3Options.of(options)
