@@ -11,11 +11,17 @@ NO_MORE_PROCESSES = (
     "there are as many processes and threads as there may be: raise TasksMax of the service, the"
     " container's or pod's limit of pids, or LimitNPROC"
 )
+_NO_THREAD = "can't start new thread"  # Python's word
 MAX_COMPLAINTS = 100
 COMPLAINT_SECONDS = 60.0  # after that, one more in so long: such a process may run for months
 _said = 0
 _began = time.monotonic()
 _title = "mover"
+
+
+def finds_no_thread(error: Exception) -> bool:
+    """Whether it says that no thread could be started."""
+    return isinstance(error, RuntimeError) and _NO_THREAD in str(error)
 
 
 def introduce(title: str) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
-from kvd.processes.complaints import introduce, log_limited
+from kvd.processes.complaints import NO_MORE_PROCESSES, finds_no_thread, introduce, log_limited
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd.processes.mappings import Bytes
 from kvd.tiers import frames, sums
@@ -393,8 +393,14 @@ def open_store(config: TierConfig) -> TierStore | TierRefusal:
     except TierError as error:
         return TierRefusal(error.reason, "options", str(error))
     except Exception as error:  # noqa: BLE001 - likewise
+        if finds_no_thread(error):
+            return _no_threads()
         why = f"{config.store} can't be opened with these options: {error!r}"
         return TierRefusal(TierReason.UNUSABLE, "options", why)
+
+
+def _no_threads() -> TierRefusal:
+    return TierRefusal(TierReason.UNUSABLE, "", f"it has no threads: {NO_MORE_PROCESSES}")
 
 
 def serve(control_fd: int, parent: int) -> None:
@@ -409,7 +415,11 @@ def serve(control_fd: int, parent: int) -> None:
         control.send(TierFrame.REFUSED, frames.pack_refusal(opened))
         return
     loop = TierLoop(config, opened, control)
-    loop.start()
+    try:
+        loop.start()
+    except RuntimeError:
+        control.send(TierFrame.REFUSED, frames.pack_refusal(_no_threads()))
+        os._exit(EXIT_BROKEN)  # beside the threads that there are
     gc.freeze()
     sys.setswitchinterval(0.0005)
     control.send(TierFrame.HELLO, frames.pack_number(loop.left.are_named))

@@ -279,6 +279,18 @@ def hangs_in_opening(_options: TierOptions) -> MemoryStore:
     raise AssertionError
 
 
+def finds_no_threads(options: TierOptions) -> MemoryStore:
+    """Opens where there are as many threads as there may be, or comes to be when it has."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+    if options["when"] == "opening":
+        threading.Thread().start()
+    return MemoryStore({})
+
+
 def ends_in_opening(_options: TierOptions) -> MemoryStore:
     """Takes its process along."""
     os._exit(7)

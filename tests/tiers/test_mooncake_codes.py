@@ -500,3 +500,21 @@ def test_the_librarys_bounds_are_set_and_what_the_site_has_set_stays(
     assert environment["MC_STORE_CLIENT_SETUP_RETRIES"] == "1"
     waiting = int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"])
     assert waiting >= MooncakeOptions("a:1").calls * moves.MAX_PIECE_TRANSFERS
+
+
+def test_a_lost_master_is_found_again_though_there_was_no_thread_to_ask_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    library = FakeLibrary()
+    asker = client.MooncakeClient(library, None, 0.0)
+    library.fault = lambda call, name: min(codes.WITHOUT_MASTER)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        assert asker.exists(["one"])[0] < 0
+    library.fault = lambda call, name: None
+    assert asker.has_master
+    assert asker.exists(["one"]) == [0]
+    asker.close()

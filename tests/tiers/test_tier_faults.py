@@ -82,6 +82,18 @@ async def test_a_store_that_can_not_be_opened_is_refused_by_its_field(
         assert not r.sink.gone
 
 
+@pytest.mark.parametrize("when", ["opening", "opened"])
+@on_loop
+async def test_a_process_that_finds_no_threads_says_which_limit(
+    when: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with tier_rig() as r:
+        with pytest.raises(TierStartError, match=r"it has no threads: there are as many .* raise"):
+            await r.start(BAD + "finds_no_threads", when=when)
+        assert "Traceback" not in capfd.readouterr().err
+        assert not r.sink.living
+
+
 @on_loop
 async def test_a_store_that_hangs_or_ends_while_it_opens_is_a_start_that_failed(
     monkeypatch: pytest.MonkeyPatch,

@@ -20,6 +20,7 @@ processor than the bytes take. So such sleeps last longer, the more bytes move.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -302,10 +303,13 @@ class MooncakeClient:
         if not codes.WITHOUT_MASTER.isdisjoint(answers):
             with self._lock:
                 if self._asking is None and not self._closing.is_set():
-                    self._asking = threading.Thread(
+                    asking = threading.Thread(
                         target=self._ask_master, name="mooncake-master", daemon=True
                     )
-                    self._asking.start()
+                    # Where there are no more threads, the next call that finds no master tries.
+                    with contextlib.suppress(RuntimeError):
+                        asking.start()
+                        self._asking = asking
         return answers
 
     def _ask_master(self) -> None:
