@@ -66,7 +66,15 @@ class SimTier:
     def exists(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
         return self._take(order, deadline, self._look, keys)
 
-    def write(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
+    def write(
+        self,
+        order: OrderId,
+        blocks: Sequence[PlacedBlocks],
+        deadline: float,
+        *,
+        again: bool = False,
+    ) -> bool:
+        """A block that is there is not written again, whether `again` is said or not."""
         return self._take(order, deadline, self._write, blocks, _extents(blocks))
 
     def read(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
