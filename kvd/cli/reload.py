@@ -13,7 +13,7 @@ from kvd.control.notify import notify
 from kvd.control.server import ControlServer
 from kvd.core import events as ev
 from kvd.observability import logs
-from kvd.runtime.threads import apart
+from kvd.runtime.threads import NoThread, apart
 from kvd.runtime.turns import Pace
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Reloader:
         before = self.config
         try:
             wanted = await self._wanted()
-        except ConfigError as error:
+        except (ConfigError, NoThread) as error:
             log.error("the settings were not reloaded, and nothing has changed: %s", error)  # noqa: TRY400
             self._tell_systemd("; the last reload changed nothing: the log says why")
             return

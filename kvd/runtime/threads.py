@@ -8,8 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from kvd.processes.complaints import NO_MORE_PROCESSES
+
 Given = TypeVar("Given")
 Found = TypeVar("Found")
+
+
+class NoThread(RuntimeError):
+    """None can be had now; says which limits to raise."""
 
 
 async def to_its_end(work: Callable[[Given], None], given: Given) -> None:
@@ -47,7 +53,8 @@ async def to_its_end(work: Callable[[Given], None], given: Given) -> None:
 async def apart(work: Callable[[], Found]) -> Found:
     """Do it in a thread of its own, for which nobody waits any more who is cancelled.
 
-    Nor does the end of the process: for what only looks, and may look for ever.
+    Nor does the end of the process: for what only looks, and may look for ever. NoThread where
+    there are as many as there may be.
     """
     found: Future[Found] = Future()
     found.set_running_or_notify_cancel()  # so that the thread may always say what came of it
@@ -58,5 +65,8 @@ async def apart(work: Callable[[], Found]) -> Found:
         except BaseException as error:  # noqa: BLE001 - whoever waits gets it
             found.set_exception(error)
 
-    threading.Thread(target=run, name="kvd-apart", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="kvd-apart", daemon=True).start()
+    except RuntimeError:
+        raise NoThread(NO_MORE_PROCESSES) from None
     return await asyncio.wrap_future(found)

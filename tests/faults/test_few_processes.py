@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,19 @@ def test_who_finds_no_process_for_its_mover_hurts_nobody_and_gets_one_later(
     for other in others:
         other.wait_usable()
         assert other.load("meanwhile", 20) == 20
+
+
+def test_a_reload_that_finds_no_thread_says_so_and_changes_nothing(
+    group: FewProcesses, scene: Scene
+) -> None:
+    group.allow(0)
+    os.kill(scene.daemon.pid, signal.SIGHUP)
+    said = "the settings were not reloaded, and nothing has changed: there are as many"
+    wait_until(lambda: said in log_of(scene), "a line")
+    assert "Traceback" not in log_of(scene)
+    group.allow(None)
+    os.kill(scene.daemon.pid, signal.SIGHUP)
+    wait_until(lambda: "the settings were reloaded" in log_of(scene), "a reload")
 
 
 NO_THREADS = """
