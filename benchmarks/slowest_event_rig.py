@@ -34,6 +34,7 @@ CHORES = (
     "requests of sessions that are over",
     "leases that expired",
     "copies that are late",
+    "movers of sessions that linger",
     "clears",
     "quotas",
     "rows",

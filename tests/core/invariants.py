@@ -483,6 +483,8 @@ def _check_sessions(state: State) -> None:
     for mover in state.movers.values():
         session = state.sessions[mover.session]
         assert session.movers.get(mover.rank) is mover, "a rank's mover is another"
+    for number in state.backlog.lingering:
+        assert state.sessions[number].is_winding_up, "a session that lingers is not closed"
     for session in state.sessions.values():
         waits = session.jobs or session.movers or session.ended_leases
         assert session.is_open or session.is_winding_up, "a forgotten session is known"

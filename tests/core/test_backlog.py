@@ -12,6 +12,7 @@ from kvd.core.keys import MoverId, RequestId, SessionId
 from kvd.core.model import backlog
 from kvd.core.model.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
 from kvd.core.tiers import search
+from kvd.core.upkeep.session import CLOSE_GRACE_NS
 from tests.core.bench import SECOND, Bench, context, finished, keys, only, small
 from tests.core.replaying import replay
 from tests.core.test_tiers import stage
@@ -156,6 +157,43 @@ def test_of_leases_that_expire_together_some_end_in_each_event(
         bench.feed(ev.WorkContinued())
     assert pins(bench) == 0
     assert bench.machine.statistics().counters.leases_expired == 2 * MANY
+    replay(bench)
+
+
+def test_claims_of_leases_of_many_sessions_that_expire_together_go_a_few_in_each_event() -> None:
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    for session in range(2, 6):
+        bench.open(session, attach=False)
+        leased(bench, session)
+    bench.now_ns += 3 * SECOND
+    left = pins(bench)
+    bench.feed(ev.TimerTicked())
+    assert bench.machine.statistics().counters.leases_expired == 4 * MANY, "all at once"
+    while bench.machine.has_work():
+        assert 0 < left - pins(bench) <= 4 * LEASES_AT_ONCE
+        left = pins(bench)
+        bench.feed(ev.WorkContinued())
+    assert pins(bench) == 0
+    replay(bench)
+
+
+def test_of_many_closed_sessions_whose_copies_run_on_some_lose_their_movers_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.core.upkeep.session.LINGERING_AT_ONCE", 2)
+    bench = small()
+    for session in range(1, 6):
+        bench.open(session)
+        bench.store([session], session)
+    for session in range(1, 6):
+        bench.close(session)
+    bench.now_ns += CLOSE_GRACE_NS
+    pieces = [only(bench.feed(ev.TimerTicked()), act.KillMover)]
+    while bench.machine.has_work():
+        pieces.append(only(bench.feed(ev.WorkContinued()), act.KillMover))
+    assert [[kill.mover for kill in piece] for piece in pieces] == [[100, 200], [300, 400], [500]]
     replay(bench)
 
 

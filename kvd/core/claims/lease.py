@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -23,6 +24,18 @@ LEASES_LOOKED_AT = 512  # in one event
 EXPIRED_AT_ONCE = 2048  # leases, in one event
 ENDED_AT_ONCE = 1024  # leases of requests that have ended, in one event
 SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
+
+
+@dataclass(slots=True)
+class _Few:
+    """What an event lets go of ended leases at once: a few; the rest goes in pieces."""
+
+    leases: int = 0  # so far
+    blocks: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.leases >= backlog.LEASES_AT_ONCE or self.blocks >= backlog.LEASED_BLOCKS_AT_ONCE
 
 
 def leasable(state: State, session: Session, owner: SizeClass, slots: Slots, room: int) -> int:
@@ -130,7 +143,9 @@ def unclaim(state: State, owner: SizeClass, slots: Slots, claims: I32 | int = 1)
     slot_lifecycle.unpin(state, owner, slots, claims)
 
 
-def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:
+def end_leases(
+    state: State, session: Session, leases: Iterable[LeaseId], few: _Few | None = None
+) -> None:
     """End the leases that are still held; ids that are not are ignored."""
     ended = []
     for number in list(leases):
@@ -142,28 +157,28 @@ def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> Non
         if not siblings:
             del session.by_request[lease.request]
         ended.append(lease)
-    _give_up(state, session, ended)
+    _give_up(state, session, ended, few or _Few())
 
 
 def end_all(state: State, session: Session) -> None:
     """End every lease of the session."""
     ended = list(session.leases.values())
     session.leases, session.by_request = {}, {}
-    _give_up(state, session, ended)
+    _give_up(state, session, ended, _Few())
 
 
-def _give_up(state: State, session: Session, ended: list[Lease]) -> None:
+def _give_up(state: State, session: Session, ended: list[Lease], few: _Few) -> None:
     """Take the claims of a few leases away now, those of the others in pieces."""
-    blocks = 0
     for count, lease in enumerate(ended):
-        if count >= backlog.LEASES_AT_ONCE or blocks >= backlog.LEASED_BLOCKS_AT_ONCE:
+        if few.is_full:
             later = ended[count:]
             state.backlog.leases.extend(later)
             session.ended_leases += len(later)
             state.namespaces[session.namespace].ended_leases += len(later)
             return
         _let_go(state, lease)
-        blocks += len(lease.slots)
+        few.leases += 1
+        few.blocks += len(lease.slots)
 
 
 def _let_go(state: State, lease: Lease) -> None:
@@ -236,20 +251,21 @@ def expire_leases(turn: Turn) -> None:
     """
     state = turn.state
     left, state.backlog.has_expired = EXPIRED_AT_ONCE, False
+    oldest, few = turn.now_ns - state.config.lease_ttl_ns, _Few()
     for session in state.sessions.values():
-        expired = list(islice(_expired(turn, session), left + 1))
+        if session.renewed_ns > oldest or not session.leases:
+            continue  # as most of a thousand are
+        expired = list(islice(_expired(session, oldest), left + 1))
         if len(expired) > left:
             state.backlog.has_expired = True
             del expired[left:]
         left -= len(expired)
         state.counters.leases_expired += len(expired)
-        end_leases(state, session, expired)
+        end_leases(state, session, expired, few)
 
 
-def _expired(turn: Turn, session: Session) -> Iterator[LeaseId]:
-    oldest = turn.now_ns - turn.state.config.lease_ttl_ns
-    if session.renewed_ns <= oldest:
-        for number, lease in session.leases.items():  # in the order in which they were taken
-            if lease.taken_ns > oldest:
-                return
-            yield number
+def _expired(session: Session, oldest: int) -> Iterator[LeaseId]:
+    for number, lease in session.leases.items():  # in the order in which they were taken
+        if lease.taken_ns > oldest:
+            return
+        yield number

@@ -87,11 +87,14 @@ class Backlog:
     forgotten: deque[dict[RequestId, Prefix]] = field(default_factory=deque)  # nobody's any more
     has_expired: bool = False  # leases that have not ended yet
     has_late: bool = False  # perhaps: transfers past a deadline that nothing was done about
+    # Closed sessions in their grace, and when each was closed; the first one first.
+    lingering: dict[SessionId, int] = field(default_factory=dict)
+    has_lingering: bool = False  # closed sessions past their grace whose movers are to end
     turn: int = 0  # which kind comes next
 
     def __bool__(self) -> bool:
         some = self.leases or self.transfers or self.clears or self.shrinks or self.forgotten
-        return bool(some or self.has_expired or self.has_late)
+        return bool(some or self.has_expired or self.has_late or self.has_lingering)
 
     def has_ends_of(self, session: SessionId) -> bool:
         """Whether copies of movers of the session that are gone have still to end."""

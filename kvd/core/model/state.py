@@ -211,7 +211,6 @@ class Session:
     renewed_ns: int = 0
     ended_leases: int = 0  # in the backlog
     state: SessionState = SessionState.OPEN
-    closed_ns: int = 0  # once it is
 
     @property
     def is_open(self) -> bool:

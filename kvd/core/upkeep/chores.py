@@ -35,6 +35,7 @@ def go_on(turn: Turn) -> None:
         (bool(state.backlog.forgotten), prefix.let_some_go),
         (state.backlog.has_expired, lease.expire_leases),
         (state.backlog.has_late, deadlines.enforce),
+        (state.backlog.has_lingering, session.end_lingering),
         (bool(state.backlog.clears), clear.go_on),
         (bool(state.backlog.shrinks), eviction.shrink_some),
         (reclaim.first_filled(state) is not None, reclaim.empty_some),

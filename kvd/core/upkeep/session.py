@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from kvd.core.actions import KillMover, Reply, SessionAccepted
 from kvd.core.blocks import extent_fit, namespaces
 from kvd.core.blocks.row_grants import grant_spare
@@ -46,6 +48,7 @@ from kvd.core.tiers import search
 from kvd_proto.limits import MAX_RANKS
 
 CLOSE_GRACE_NS = 1_000_000_000  # for submitted copies of a closed session
+LINGERING_AT_ONCE = 16  # movers that one event ends then, but for those of the last session
 
 
 def session_opened(turn: Turn, event: SessionOpened) -> None:
@@ -104,7 +107,6 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
         session.move(SessionState.CLOSED)
     if not was_open:
         return
-    session.closed_ns = turn.now_ns
     lease.end_all(state, session)
     search.end_all(state, session)
     waits.drop(state, session)
@@ -117,6 +119,8 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
             job.move(JobState.WHOLE)
             transfer.end_job_when_done(turn, job)
     wind_up(turn, session)
+    if session.is_winding_up:
+        state.backlog.lingering[session.session] = turn.now_ns
 
 
 def wind_up(turn: Turn, session: Session) -> None:
@@ -133,6 +137,7 @@ def wind_up(turn: Turn, session: Session) -> None:
         departed = session.state is SessionState.DEPARTED
         session.move(SessionState.FORGOTTEN)
         del state.sessions[session.session]
+        state.backlog.lingering.pop(session.session, None)
         row_rights.session_went(state, session)
         prefix.forget_all(state, session)
         expiry.leave(turn, session, departed=departed)
@@ -223,16 +228,27 @@ def end_mover(turn: Turn, mover: Mover, reason: str, *, is_late: bool = False) -
 
 
 def end_lingering(turn: Turn) -> None:
-    """Closed sessions whose copies still run though their grace has passed lose their movers."""
+    """Closed sessions whose copies still run though their grace has passed lose their movers.
+
+    Some of them; what is left has its turn with the next piece of long work.
+    """
     state = turn.state
     closed_by = turn.now_ns - CLOSE_GRACE_NS
-    for session in state.sessions.values():
-        if session.is_winding_up and session.closed_ns <= closed_by:
-            late = {mover.mover for mover in transfer.ranks(session) if mover.transfers}
-            for mover in transfer.ranks(session):
-                ran_on = mover.mover in late
-                reason = f"{SESSION_ENDED}, and a copy ran on" if ran_on else SESSION_ENDED
-                end_mover(turn, mover, reason, is_late=ran_on)
+    closed = state.backlog.lingering
+    late = list(takewhile(lambda number: closed[number] <= closed_by, closed))
+    left, state.backlog.has_lingering = LINGERING_AT_ONCE, False
+    for number in late:
+        if left <= 0:
+            state.backlog.has_lingering = True
+            return
+        del closed[number]
+        session = state.sessions[number]
+        running = {mover.mover for mover in transfer.ranks(session) if mover.transfers}
+        left -= max(1, len(session.movers))
+        for mover in transfer.ranks(session):
+            ran_on = mover.mover in running
+            reason = f"{SESSION_ENDED}, and a copy ran on" if ran_on else SESSION_ENDED
+            end_mover(turn, mover, reason, is_late=ran_on)
 
 
 def mover_gone(turn: Turn, event: MoverGone) -> None:
