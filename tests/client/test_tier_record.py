@@ -144,6 +144,43 @@ def test_a_reset_says_nothing_of_tiers_and_what_follows_is_of_another_epoch(hand
     assert hand.watch.take() == []
 
 
+def said_of(hand: Hand) -> list[tuple[Residence, bool, Key]]:
+    """What the next step says."""
+    return [(each.place, each.removed, key) for each in hand.watch.take() for key in each.keys]
+
+
+def test_what_listeners_have_dropped_is_said_once_more_where_it_still_is(hand: Hand) -> None:
+    hand.announce(ONE, TWO)
+    hand.tell("STORED", DISK, ONE)
+    hand.watch.take()
+    hand.tell("REMOVED", HOST, TWO)
+    hand.watch.say_again()
+    assert said_of(hand) == [(HOST, True, TWO), (HOST, False, ONE), (DISK, False, ONE)]
+    assert said_of(hand) == []
+
+
+def test_what_is_new_anyway_is_not_said_twice(hand: Hand) -> None:
+    hand.announce(ONE, TWO)
+    hand.tell("STORED", DISK, ONE)
+    hand.watch.say_again()
+    assert hand.watch.announce([TWO]) == [TWO], "the engine says it at once"
+    assert sorted(said_of(hand)) == sorted([(DISK, False, ONE), (HOST, False, ONE)])
+
+
+def test_what_goes_before_it_is_said_once_more_is_not_said(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_record, "MAX_AGAIN", 1)
+    hand.announce(ONE, TWO, THREE)
+    hand.watch.say_again()
+    assert said_of(hand) == [(HOST, False, ONE)]
+    hand.tell("REMOVED", HOST, TWO)
+    assert said_of(hand) == [(HOST, True, TWO), (HOST, False, THREE)]
+    hand.watch.say_again()
+    hand.watch.forget()
+    assert said_of(hand) == []
+
+
 def test_a_new_snapshot_takes_back_what_it_does_not_name(hand: Hand) -> None:
     hand.watch.announce([ONE, TWO, THREE])
     hand.tell("STORED", DISK, ONE, TWO)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 from msgspec.msgpack import Decoder
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt, tokens
@@ -63,6 +63,9 @@ class Router:
         return heard
 
     def _take(self, event: object) -> None:
+        if isinstance(event, AllBlocksCleared):  # which names no medium
+            self.blocks, self.on_disk = set(), set()
+            return
         if not isinstance(event, BlockStored | BlockRemoved) or event.medium == "GPU":
             return
         hashes = set(event.block_hashes)
@@ -213,6 +216,17 @@ def test_a_removal_that_is_heard_amid_the_next_store_leaves_it_its_tokens(
     engine.settle()
     router.listen()  # which asserts that each block stored can be placed
     assert len(router.blocks & known) >= PROMPT_TOKENS // BLOCK_TOKENS
+
+
+def test_a_reset_of_the_device_alone_leaves_a_router_what_kvd_has(
+    engine: Engine, router: Router
+) -> None:
+    serve(engine, "stays in kvd")
+    router.listen()
+    known = router.blocks | router.on_disk
+    assert known
+    assert engine.reset()
+    wait_until(lambda: hears(router, engine) and known <= router.blocks | router.on_disk)
 
 
 def test_a_reset_is_not_told_block_by_block(engine: Engine, router: Router) -> None:

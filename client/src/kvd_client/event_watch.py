@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import grpc
@@ -119,11 +120,14 @@ class EventWatch:
         fresh = []
         until = self._clock() + DOUBT_S
         for key in keys:
+            is_due = self._news.drop_again(HOST, key)
             if key in self._tracked:
                 self._tracked[key] = until
+                if is_due:
+                    fresh.append(key)
                 continue
             is_in_doubt = key in self._doubtful
-            if not is_in_doubt:
+            if is_due or not is_in_doubt:
                 fresh.append(key)
             if is_in_doubt or key in self._gone or self._went_with_all(key):
                 self._doubtful[key] = until
@@ -143,12 +147,19 @@ class EventWatch:
             self._news.clear()
             self._clear()
 
+    def say_again(self) -> None:
+        """Whoever listens has dropped all that was said, and it is still so: say it once more, some
+        with each `take`."""
+        with self._lock:
+            announced = ((HOST, key) for key in chain(self._tracked, self._doubtful))
+            self._news.say_again(chain(announced, self._tiers.in_order()))
+
     def take(self) -> list[News]:
         """What came and went since the last call, in its order."""
         if not self._news and not self._doubtful:
             return []
         with self._lock:
-            return self._take()
+            return self._take() + self._news.take_again()
 
     def _take(self) -> list[News]:
         now = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -13,6 +14,7 @@ MAX_EARLY = 1 << 16  # blocks in tiers that the engine has not announced, or not
 MAX_TOLD = 1 << 18  # blocks in tiers; beyond it the oldest are said to be removed
 
 MAX_NEWS = 1 << 19  # not taken yet, until what came and went meanwhile is left out of it
+MAX_AGAIN = 256  # said once more with one call
 
 Key = bytes
 
@@ -42,11 +44,13 @@ class NewsList:
     def __init__(self) -> None:
         self._news: list[tuple[Residence, bool, Key]] = []
         self._most = MAX_NEWS
+        self._again: OrderedDict[tuple[Residence, Key], None] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self._news)
+        return bool(self._news or self._again)
 
     def add(self, place: Residence, key: Key, *, removed: bool) -> None:
+        self.drop_again(place, key)
         self._news.append((place, removed, key))
         if len(self._news) > self._most:
             self._shorten()
@@ -67,9 +71,33 @@ class NewsList:
         ]
         self._most = max(MAX_NEWS, 2 * len(self._news))
 
+    def say_again(self, said: Iterable[tuple[Residence, Key]]) -> None:
+        """All this was said, and whoever listens has dropped it."""
+        self._again = OrderedDict.fromkeys(said)
+        for place, removed, key in self._news:
+            if not removed:
+                self.drop_again(place, key)
+
+    def drop_again(self, place: Residence, key: Key) -> bool:
+        """Whether this was to be said once more; now it is not."""
+        if (place, key) not in self._again:
+            return False
+        del self._again[place, key]
+        return True
+
     def take(self) -> list[News]:
-        """All of it; what follows each other of one kind is one piece of news."""
+        """All that is new; what follows each other of one kind is one piece of news."""
         news, self._news, self._most = self._news, [], MAX_NEWS
+        return self._gathered(news)
+
+    def take_again(self) -> list[News]:
+        """The next of what is said once more: a few, for a step waits for it."""
+        count = min(MAX_AGAIN, len(self._again))
+        again = [self._again.popitem(last=False)[0] for _ in range(count)]
+        return self._gathered([(place, False, key) for place, key in again])
+
+    @staticmethod
+    def _gathered(news: list[tuple[Residence, bool, Key]]) -> list[News]:
         return [
             News(place, removed, [key for _, _, key in run])
             for (place, removed), run in groupby(news, key=itemgetter(0, 1))
@@ -77,6 +105,7 @@ class NewsList:
 
     def clear(self) -> None:
         self._news.clear()
+        self._again.clear()
 
 
 class TierRecord:
@@ -97,7 +126,11 @@ class TierRecord:
 
     def known(self) -> set[tuple[Residence, Key]]:
         """All that is said."""
-        return {(place, key) for place, keys in self._told.items() for key in keys}
+        return set(self.in_order())
+
+    def in_order(self) -> Iterator[tuple[Residence, Key]]:
+        """The same, of each tier the oldest first."""
+        return ((place, key) for place, keys in self._told.items() for key in keys)
 
     def announced(self, key: Key) -> None:
         """The engine says that the block is stored."""

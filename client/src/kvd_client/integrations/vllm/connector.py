@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.integrations.vllm.events import KvEvents
+from kvd_client.integrations.vllm.events import DeviceResets, KvEvents
 from kvd_client.integrations.vllm.identity.namespace import (
     build_namespace,
     check_config,
@@ -133,10 +133,12 @@ class KvdConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """VLLM's account of the device's blocks: lazy mode stores what it gives away next."""
+        """VLLM's account of the device's blocks: lazy mode stores what it gives away next, and what
+        routers hear depends on when it is cleared."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if self._kvd_scheduler is not None:
             self._kvd_scheduler.bind_gpu_block_pool(gpu_block_pool)
+            self._kvd_scheduler.manager.device_resets = DeviceResets(gpu_block_pool)
 
     # -- worker side ------------------------------------------------------------------------
 

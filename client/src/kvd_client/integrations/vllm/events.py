@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
 from kvd_client.event_watch import GROUP_BYTES, EventWatch
@@ -18,6 +19,22 @@ from kvd_client.tier_record import Key, News
 
 MEDIA = {medium.value: medium for medium in Medium}
 LOCALITIES = {locality.value: locality for locality in Locality}
+
+
+class DeviceResets:
+    """Whether vLLM has cleared the device's cache: no connector is told, and every router is.
+
+    `AllBlocksCleared` names no medium, so routers forget what kvd holds as well.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._cached = pool.cached_block_hash_to_block  # a clear puts another one there
+
+    def take(self) -> bool:
+        """Whether it was cleared since the last call."""
+        before, self._cached = self._cached, self._pool.cached_block_hash_to_block
+        return self._cached is not before
 
 
 class KvEvents:
@@ -75,6 +92,10 @@ class KvEvents:
 
     def _in_vllms_numbers(self, keys: Iterable[Key]) -> list[OffloadKey]:
         return [cast(OffloadKey, key) for key in _renumbered(keys, self._theirs)]
+
+    def say_again(self) -> None:
+        """VLLM has said that all is gone, and what was announced is still there."""
+        self._watch.say_again()
 
     def forget(self) -> None:
         """The cache was reset: what was announced before is not there any more for anybody."""

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.events import KvEvents
+from kvd_client.integrations.vllm.events import DeviceResets, KvEvents
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.scheduling.lazy import LeavingJob, Near
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt, RequestLookups
@@ -88,6 +88,7 @@ class KvdManager(OffloadingManager):
         self.stats = KvdStats()
         self.steps: StepSender | None = None
         self.watched: KvEvents | None = None
+        self.device_resets: DeviceResets | None = None
         self.offloading_config = config
         self.connect_options = options
         self.stores_lazily = options.stores_lazily
@@ -472,7 +473,10 @@ class KvdManager(OffloadingManager):
         if self._events is None:
             return ()
         events, self._events = self._events, []
+        was_reset = self.device_resets is not None and self.device_resets.take()
         if self.watched is not None:
+            if was_reset:
+                self.watched.say_again()
             events = self.watched.pass_on(events)
             evicted = (event for event in events if event.removed and event.medium is Medium.CPU)
             self.stats.counts[REMOVALS] += sum(len(event.keys) for event in evicted)
