@@ -51,6 +51,7 @@ class Router:
         self.stored = 0
         self.removed = 0
         self.unfounded = 0
+        self.cleared = 0
 
     def listen(self) -> int:
         """Take in what has come, of whatever medium; how many events."""
@@ -65,6 +66,7 @@ class Router:
     def _take(self, event: object) -> None:
         if isinstance(event, AllBlocksCleared):  # which names no medium
             self.blocks, self.on_disk = set(), set()
+            self.cleared += 1
             return
         if not isinstance(event, BlockStored | BlockRemoved) or event.medium == "GPU":
             return
@@ -222,11 +224,14 @@ def test_a_reset_of_the_device_alone_leaves_a_router_what_kvd_has(
     engine: Engine, router: Router
 ) -> None:
     serve(engine, "stays in kvd")
-    router.listen()
-    known = router.blocks | router.on_disk
-    assert known
+    wait_until(lambda: hears(router, engine) and router.blocks <= router.on_disk)
+    in_memory, on_disk = router.blocks, router.on_disk
+    assert in_memory
+    cleared = router.cleared
     assert engine.reset()
-    wait_until(lambda: hears(router, engine) and known <= router.blocks | router.on_disk)
+    wait_until(lambda: hears(router, engine) and router.cleared > cleared)
+    wait_until(lambda: hears(router, engine) and on_disk <= router.on_disk)
+    assert router.blocks == in_memory
 
 
 def test_a_reset_is_not_told_block_by_block(engine: Engine, router: Router) -> None:
