@@ -17,7 +17,7 @@ from kvd.core.room import eviction, expiry
 from kvd.core.tiers import promotion, search, writing
 from kvd.core.upkeep import deadlines, recency, session
 
-CLASSES_A_TICK = 256  # looked at for rows that they should have ahead of need
+CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
 TENANTS_A_TICK = 256  # that no rule names any more, looked at whether they can be forgotten
 
 
