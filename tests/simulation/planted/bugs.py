@@ -99,8 +99,8 @@ CORE = (
     _core(
         "leases that end early",
         "claims.lease",
-        "oldest = turn.now_ns - turn.state.config.lease_ttl_ns",
-        "oldest = turn.now_ns - turn.state.config.lease_ttl_ns // 20",
+        "oldest, few = turn.now_ns - state.config.lease_ttl_ns, _Few()",
+        "oldest, few = turn.now_ns - state.config.lease_ttl_ns // 20, _Few()",
     ),
     _core(
         "promised rows taken at once",
