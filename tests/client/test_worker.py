@@ -490,6 +490,49 @@ def test_a_full_ring_falls_back_to_a_call(mover: MoverStandIn) -> None:
         time.sleep(0.001)
 
 
+def fill_ring(bench: Bench) -> None:
+    bench.worker.start_step(StepPlan(loads=tuple(range(1, layout.RING_ENTRIES + 1))))
+
+
+def test_stores_given_up_while_the_ring_is_full_are_told_by_one_call(mover: MoverStandIn) -> None:
+    """Or they would wait in the mover for their deadline, and whoever wants their blocks, too."""
+    bench, computed = Bench(mover, flush_timeout_s=0.02), threading.Event()
+    bench.worker.finish_step(StepPlan(stores=(90_001, 90_002)), lambda: assert_set(computed))
+    fill_ring(bench)
+    bench.worker.start_step(StepPlan(flush=(90_001, 90_002)))
+    assert mover.ring.abandoned(90_001)
+    assert mover.ring.abandoned(90_002)
+    computed.set()
+    told = [90_001, 90_002]
+    wait_until(lambda: sorted(bench.registrar.by_call) == told, "the call", PATIENCE_S)
+    bench.worker.close()
+    assert sorted(bench.registrar.by_call) == told, "once is enough"
+
+
+def test_stores_written_off_while_the_ring_is_full_are_told_by_a_call(mover: MoverStandIn) -> None:
+    bench, computed = Bench(mover), threading.Event()
+    bench.worker.finish_step(StepPlan(stores=(90_001,)), lambda: assert_set(computed))
+    fill_ring(bench)
+    bench.worker.write_off([90_001])
+    computed.set()
+    wait_until(lambda: bench.registrar.by_call == [90_001], "the call", PATIENCE_S)
+
+
+def test_stores_whose_compute_failed_while_the_ring_is_full_are_told_by_a_call(
+    mover: MoverStandIn,
+) -> None:
+    bench, launched = Bench(mover), threading.Event()
+
+    def fail() -> None:
+        launched.wait()
+        raise RuntimeError("no such kernel")
+
+    bench.worker.finish_step(StepPlan(stores=(90_001,)), fail)
+    fill_ring(bench)
+    launched.set()
+    wait_until(lambda: bench.registrar.by_call == [90_001], "the call", PATIENCE_S)
+
+
 def test_a_forgotten_job_is_not_waited_for(mover: MoverStandIn) -> None:
     bench = Bench(mover)
     bench.worker.finish_step(StepPlan(stores=(5,)))

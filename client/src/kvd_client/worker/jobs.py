@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvd_client.scheduler.plan import JobReport
@@ -53,6 +53,7 @@ class JobLedger:
         self._open: dict[int, OpenJob] = {}
         self._ended: list[JobReport] = []
         self._unasked: dict[int, JobReport] = {}  # of jobs that no plan has named, or no longer
+        self._untold: list[tuple[Registration, list[int]]] = []  # for want of room in a ring
 
     def begin(
         self, job_ids: Iterable[int], half: Half, registration: Registration | None
@@ -117,6 +118,20 @@ class JobLedger:
             self._open.pop(job_id, None)
             self._unasked.pop(job_id, None)
 
+    def mark_ready(self, registration: Registration, job_ids: Sequence[int]) -> None:
+        """Tell the mover by its ring; `take_untold` names what that has no room for."""
+        if registration.mark_ready(job_ids):
+            return
+        if self._untold and self._untold[-1][0] is registration:
+            self._untold[-1][1].extend(job_ids)
+        else:
+            self._untold.append((registration, list(job_ids)))
+
+    def take_untold(self) -> list[tuple[Registration, list[int]]]:
+        """Jobs that are ready, and whose movers have yet to be told."""
+        untold, self._untold = self._untold, []
+        return untold
+
     def give_up_late(self, job_ids: Iterable[int], since_s: float) -> None:
         """Give up stores that have not ended, for which somebody has waited since then.
 
@@ -146,7 +161,7 @@ class JobLedger:
                 if not job.registration.is_dead:
                     job.registration.abandon(job_id)
                     if job.half is Half.STORE and not job.is_ready:
-                        job.registration.mark_ready((job_id,))
+                        self.mark_ready(job.registration, (job_id,))
                 self._fail(job_id, given_up=are_late)
 
     def write_off(self, job_ids: Iterable[int], current: Registration | None) -> None:

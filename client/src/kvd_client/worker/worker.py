@@ -187,6 +187,7 @@ class Worker:
                 self._jobs.give_up_late(left, began)
             else:
                 self._jobs.give_up(left)  # nobody has waited
+        self._tell_by_call()
         loads = self.wait(left, self._load_flush_timeout_s)
         if loads:
             self._end_mover_of(loads)
@@ -209,6 +210,7 @@ class Worker:
         self._poll()
         with self._lock:
             self._jobs.write_off(job_ids, None if registrar is None else registrar.current)
+        self._tell_by_call()
 
     def finish_step(self, plan: StepPlan, wait_for_compute: WaitForCompute | None = None) -> None:
         """After the model was launched: let the step's stores begin once it has computed.
@@ -329,13 +331,16 @@ class Worker:
                     by_registration.setdefault(id(registration), (registration, []))[1].append(
                         job_id
                     )
-            full = [
-                (registration, ids)
-                for registration, ids in by_registration.values()
-                if not registration.is_dead and not registration.mark_ready(ids)
-            ]
-        for registration, ids in full:
-            # The call takes its time, which is not the engine's.
+            for registration, ids in by_registration.values():
+                if not registration.is_dead:
+                    self._jobs.mark_ready(registration, ids)
+        self._tell_by_call()
+
+    def _tell_by_call(self) -> None:
+        """Tell movers whose rings are full. The calls take time, which is not the engine's."""
+        with self._lock:
+            untold = self._jobs.take_untold()
+        for registration, ids in untold:
             self._do_aside(partial(self._mark_by_call, registration, ids))
 
     def _mark_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
@@ -356,6 +361,7 @@ class Worker:
             log.exception("the step's compute failed; its stores are given up, its loads expire")
             with self._lock:
                 self._jobs.give_up(job_ids)
+            self._tell_by_call()
             return
         self._mark_ready(job_ids)
 
