@@ -10,6 +10,8 @@ from random import Random
 from tests.simulation.whole.bytes import RankBytes
 from tests.simulation.whole.client_threads import Threads
 
+STEPS_AHEAD = 2  # of its device's, an engine is at most
+
 
 class Device:
     """The rank's memory, with a label for each token. It computes at once."""
@@ -38,7 +40,8 @@ class Device:
 class LateDevice(Device):
     """It computes in the order in which it was told, and later: a GPU behind its launches.
 
-    So the model reads its history late, too: what is wrong with it ends the world then.
+    So the model reads its history late, too: what is wrong with it ends the world then. An engine
+    waits for what it launched a while ago: the device is never further behind than STEPS_AHEAD.
     """
 
     def __init__(self, memory: RankBytes, threads: Threads, behind_s: float, drawn: Random) -> None:
@@ -69,7 +72,8 @@ class LateDevice(Device):
     def computed(self) -> Callable[[], None]:
         loop, mark = self._threads.loop, self._counted
         took_s = self._drawn.random() * self._behind_s
-        self._free_s = max(self._free_s, loop.now) + took_s
+        furthest_s = loop.now + STEPS_AHEAD * self._behind_s
+        self._free_s = min(furthest_s, max(self._free_s, loop.now) + took_s)
         loop.outside(self._free_s - loop.now, self._compute, mark)
 
         def wait() -> None:
