@@ -224,14 +224,14 @@ def test_a_reset_of_the_device_alone_leaves_a_router_what_kvd_has(
     engine: Engine, router: Router
 ) -> None:
     serve(engine, "stays in kvd")
+    wait_until(lambda: hears(router, engine) and bool(router.blocks))
     wait_until(lambda: hears(router, engine) and router.blocks <= router.on_disk)
     in_memory, on_disk = router.blocks, router.on_disk
-    assert in_memory
     cleared = router.cleared
     assert engine.reset()
     wait_until(lambda: hears(router, engine) and router.cleared > cleared)
     wait_until(lambda: hears(router, engine) and on_disk <= router.on_disk)
-    assert router.blocks == in_memory
+    assert in_memory <= router.blocks
 
 
 def test_a_reset_is_not_told_block_by_block(engine: Engine, router: Router) -> None:
