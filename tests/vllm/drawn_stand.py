@@ -44,18 +44,22 @@ class Draw:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
-            while len(self._live) < MOST_REQUESTS and self._draw.random() < 0.35:
-                self._arrive()
-            self._go_on()
-            if self._draw.random() < 0.05 and self._live:
-                self._abort(self._draw.choice(sorted(self._live)))
-            if self._draw.random() < self._resets:
-                self._reset()
-            if self._stand.is_busy:
-                self._stand.step()
+            self.turn()
         for name in set(self._inputs) & self._live.keys():
             self._abort(name)
         self._stand.drain()
+
+    def turn(self, arrivals: float = 0.35) -> None:
+        """What may happen between two steps, and a step."""
+        while len(self._live) < MOST_REQUESTS and self._draw.random() < arrivals:
+            self._arrive()
+        self._go_on()
+        if self._draw.random() < 0.05 and self._live:
+            self._abort(self._draw.choice(sorted(self._live)))
+        if self._draw.random() < self._resets:
+            self.reset()
+        if self._stand.is_busy:
+            self._stand.step()
 
     @property
     def _live(self) -> dict[str, Request]:
@@ -103,15 +107,18 @@ class Draw:
     def _abort(self, name: str) -> None:
         self._stand.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def _reset(self) -> None:
-        running, connector = self._draw.choice(RESETS)
+    def reset(self, how: tuple[bool, bool] | None = None) -> bool:
+        """Whether it came to pass."""
+        running, connector = how or self._draw.choice(RESETS)
         self._stand.finish_steps()
+        is_empty = False
         with contextlib.suppress(RuntimeError):  # some load, and can't be preempted
             is_empty = self._stand.scheduler.reset_prefix_cache(
                 reset_running_requests=running, reset_connector=connector
             )
             if is_empty and running:  # as an engine does whose weights are updated
                 self._stand.take_other_weights()
+        return is_empty
 
 
 def drawn(stand: BytesStand, connection: Any, seed: int, steps: int) -> dict[str, Any]:

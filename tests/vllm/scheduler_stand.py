@@ -138,14 +138,7 @@ class Stand:
         self._block_tokens, self.hash_tokens = resolve_kv_cache_block_sizes(layout, self.config)
         self._hasher = get_request_block_hasher(self.hash_tokens, sha256)
         with set_current_vllm_config(self.config):
-            init_distributed_environment(
-                world_size=1,
-                rank=0,
-                local_rank=0,
-                distributed_init_method=f"file://{model}/rendezvous",
-                backend="gloo",
-            )
-            initialize_model_parallel()
+            self._join_ranks(model)
             self.caches = self._start_worker(layout)
             self.scheduler = self._make_scheduler(layout)
         self.worker = get_kv_transfer_group()
@@ -162,6 +155,17 @@ class Stand:
     def connector(self) -> Any:
         """The scheduler's connector."""
         return self.scheduler.connector
+
+    def _join_ranks(self, model: str) -> None:
+        """As each worker does at start, here the only one."""
+        init_distributed_environment(
+            world_size=1,
+            rank=0,
+            local_rank=0,
+            distributed_init_method=f"file://{model}/rendezvous",
+            backend="gloo",
+        )
+        initialize_model_parallel()
 
     def _start_worker(self, layout: KVCacheConfig) -> dict[str, torch.Tensor]:
         """The worker's connector first, then its memory, as in a GPU worker."""

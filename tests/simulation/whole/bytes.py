@@ -74,4 +74,4 @@ class RankBytes:
         assert wanted == job, (
             f"job {job} writes to engine block {block} of group {group}, which waits for {wanted}"
         )
-        self.groups[group][block] = content
+        self.write(group, block, content)

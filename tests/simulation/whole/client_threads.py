@@ -197,6 +197,7 @@ class Threads:
         self.current: SimThread | None = None
         self.process = ""
         self.all: list[SimThread] = []
+        self.has_passed: Callable[[], None] = lambda: None  # after each wait of an engine's own
         self._pass_time = pass_time
         self._is_told = False
 
@@ -207,6 +208,7 @@ class Threads:
         assert timeout_s is not None, "the engine's own thread would wait for ever"
         if not ready():
             self._pass_time(timeout_s, ready)
+            self.has_passed()
         return ready()
 
     def news(self) -> None:

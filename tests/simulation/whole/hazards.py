@@ -143,6 +143,17 @@ def _made(files: extents.Extents, extent: int) -> None:
 
 
 @contextmanager
+def elsewhere() -> Iterator[None]:
+    """Within, it is not the daemon that calls the system. No time passes there."""
+    global _now
+    before, _now = _now, None
+    try:
+        yield
+    finally:
+        _now = before
+
+
+@contextmanager
 def in_force(hazards: Hazards, time_module: Any) -> Iterator[None]:
     """Within, the daemon's calls to the system are the simulation's."""
     global _now

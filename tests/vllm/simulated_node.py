@@ -1,0 +1,79 @@
+"""Worlds of the simulation with an engine of vLLM's in each (tests/simulation/whole)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from kvd_client import Group
+from kvd_client.integrations.vllm import connector, spec
+from kvd_client.integrations.vllm.scheduling import scheduler
+from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+from tests.simulation.whole import client
+from tests.simulation.whole.hazards import replaced
+from tests.simulation.whole.world import World
+from tests.vllm import bytes_stand, scheduler_stand
+from tests.vllm.simulated_engine import Rows, VllmConnection, VllmEngine
+
+FULL, WINDOW = (16,), (16, 40)  # tokens of a block, window
+SHAPES = ((FULL,), (FULL, WINDOW), (FULL, (32, 70)))
+
+
+class VllmWorld(World):
+    """A world as any other of its seed, and an engine of vLLM's among its engines."""
+
+    def __init__(self, seed: int, steps: int, model_folder: str) -> None:
+        super().__init__(seed, steps)
+        self._folder = model_folder
+
+    def run(self) -> World:
+        os.environ["PYTHONHASHSEED"] = "0"  # of which vLLM makes the hash of no block
+        with _in_force(self):
+            return super().run()
+
+    def _draw(self) -> None:
+        super()._draw()
+        shapes = SHAPES[self.seed % len(SHAPES)]
+        groups = tuple(Group(tokens_per_block=32, shard_bytes=(client.BYTES,)) for _ in shapes)
+        self.clients += 1
+        self.engines.append(
+            VllmEngine(
+                "/vllm",  # where it would find its daemon, too
+                client.model_of("vllm", "red", 101, groups),
+                self.loop,
+                self.random,
+                self.meanings,
+                self.note,
+                groups=groups,
+                threads=self.threads,
+                links=self.links,
+                shapes=shapes,
+                model_folder=self._folder,
+                is_lazy=self.seed // len(SHAPES) % 3 == 2,
+                rows=Rows(),
+            )
+        )
+
+
+def _in_force(world: World) -> AbstractContextManager[None]:
+    """Within, what vLLM's side of the client asks of time is the simulation's."""
+    loop = world.loop
+    virtual = vars(world.threads.as_time())
+    time: Any = SimpleNamespace(
+        **virtual,
+        monotonic_ns=lambda: int(loop.now * 1e9) + 1,
+        perf_counter=virtual["monotonic"],
+        thread_time=virtual["monotonic"],
+    )
+    return replaced(
+        [
+            (connector, "SchedulerConnection", VllmConnection),
+            (spec, "KvdManager", partial(KvdManager, clock=virtual["monotonic"])),
+            (scheduler, "time", time),
+            (scheduler_stand, "time", time),
+            (bytes_stand, "time", time),
+        ]
+    )
