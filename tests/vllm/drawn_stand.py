@@ -180,11 +180,20 @@ def tail(stand: BytesStand, _connection: Any, name: str, length: int) -> dict[st
     return {"found": found}
 
 
+def served(stand: BytesStand, _connection: Any, name: str, length: int) -> dict[str, Any]:
+    """A prompt of so many tokens, and how many of them the daemon has."""
+    stand.add(stand.request(name, prompt("again and again", length), 2))
+    stand.drain()
+    stand.forget_device()
+    return {"found": stand.taken.cached_tokens[name]}
+
+
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "drawn": drawn,
     "skipping": skipping,
     "bounded": bounded,
     "tail": tail,
+    "served": served,
 }
 
 

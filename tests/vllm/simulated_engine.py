@@ -168,7 +168,7 @@ class VllmEngine(ClientEngine):
             del transfer["kv_connector_extra_config"][patience]
         SimStand.start_number = str(self.starts)
         transfer["engine_id"] = self.name
-        with hazards.elsewhere():
+        with hazards.elsewhere(), self._alive():
             self.stand = SimStand(self.model_folder, transfer, self.shapes, STAND)
         self.rank = self.stand.worker.connector_worker
         manager = self.stand.connector.connector_scheduler.manager
@@ -359,4 +359,3 @@ class VllmWish(Wish):
         engine = self._engine
         problem = engine.connection.problem or "connected"
         return f"{problem}, asked {self._asked} times, movers {len(engine.movers)}"
-

@@ -319,7 +319,20 @@ class KvdManager(OffloadingManager):
             self.stats.counts[NO_ROOM] += 1
             return None
         offer = OfferedBlocks(tracked, req_context, keys, parts)
-        return self._stores.plan(offer, session, self._is_admitted)
+        planned = self._stores.plan(offer, session, self._is_admitted)
+        if planned is not None and self._stores.kept_out:
+            self._sight(tracked, req_context)
+        return planned
+
+    def _sight(self, tracked: TrackedRequest, req_context: ReqContext) -> None:
+        """Have the reuse filter count, once for each request, what it does not let in yet."""
+        fresh = []
+        for key in self._stores.kept_out:
+            group, block = get_offload_group_idx(key), self.block_of(key, req_context)
+            if block >= tracked.kept_out.get(group, 0):
+                tracked.kept_out[group] = block + 1
+                fresh.append(key)
+        self.touch(fresh, req_context)
 
     def prepare_leaving(self, near: Near, number: int) -> LeavingJob | None:
         """A job that stores what of these the daemon lacks; it may be empty. None: not now.

@@ -76,6 +76,7 @@ class TrackedRequest:
     # Of the hits that a tier brought up; None: to be made on demand.
     sources: dict[OffloadKey, CacheHitSource] | None = None
     offered: list[dict[int, bytes]] = field(default_factory=list)  # by group: block -> hash
+    kept_out: dict[int, int] = field(default_factory=dict)  # by group: the next to be sighted
     has_ended: bool = False
 
 

@@ -95,6 +95,7 @@ class StorePlanner:
         self._stats = stats
         self._storing: set[OffloadKey] = set()
         self._probed: dict[OffloadKey, bool] = {}  # for this step's offers
+        self.kept_out: list[OffloadKey] = []  # of the last plan, by the daemon's reuse filter
         # Of this step: whose blocks found no room, but the ones before them did.
         self.cut: list[tuple[str, set[OffloadKey]]] = []
         self.budget = StepBudget()
@@ -103,8 +104,13 @@ class StorePlanner:
     def plan(
         self, offer: OfferedBlocks, session: SessionView, admitted: Admitted
     ) -> PrepareStoreOutput | None:
-        """What of these to store. None: no room now, offer them again."""
+        """What of these to store. None: no room now, offer them again.
+
+        `kept_out` says then what the reuse filter would not let in, for which the daemon has yet
+        to hear of this request.
+        """
         tracked, req_context, keys, parts = offer
+        self.kept_out = []
         is_request_level = tracked.policy is OffloadPolicy.REQUEST_LEVEL
         if is_request_level:
             self._note_offered(tracked, keys, req_context)
@@ -119,11 +125,7 @@ class StorePlanner:
         if not is_request_level:
             wanted = self._absent(tracked, keys, parts, session)
             if session.store_threshold > 1:
-                count = len(wanted)
-                wanted = [
-                    key for key in wanted if admitted(tracked, *self._place(key, req_context))
-                ]
-                self._stats.counts[STORES_SKIPPED] += count - len(wanted)
+                wanted = self._let_in(offer, wanted, admitted)
         if not wanted:
             return nothing()
         if wanted is not keys:
@@ -140,6 +142,17 @@ class StorePlanner:
         self._stats.note_allocation(len(wanted))
         self._storing.update(wanted)
         return PrepareStoreOutput(wanted, BlocksSpec(wanted, parts), [])
+
+    def _let_in(
+        self, offer: OfferedBlocks, wanted: list[OffloadKey], admitted: Admitted
+    ) -> list[OffloadKey]:
+        """Those that the reuse filter lets in; the others are noted."""
+        let_in: list[OffloadKey] = []
+        for key in wanted:
+            is_in = admitted(offer.tracked, *self._place(key, offer.req_context))
+            (let_in if is_in else self.kept_out).append(key)
+        self._stats.counts[STORES_SKIPPED] += len(self.kept_out)
+        return let_in
 
     def plan_leaving(
         self, keys: list[OffloadKey], account: str, session: SessionView
