@@ -61,14 +61,14 @@ def test_what_is_taken_away_is_named(tmp_path: Path, take_away: Callable[[Path],
     kept, taken = tmp_path / "kept", tmp_path / "taken"
     store = DiskStore(options_of(kept, taken, regions=8))
     assert isinstance(store, HasAPlace)
-    keep(store, range(8))
+    keep(store, range(64))
     assert store.taken_away() == ""
     take_away(taken)
     assert store.taken_away().startswith(str(taken))
     store.close()
     store = DiskStore(options_of(kept, taken, regions=8))
     assert store.taken_away() == ""
-    assert 0 < sum(has(store, n) for n in range(8)) < 8, "what the other disk has stays"
+    assert 0 < sum(has(store, n) for n in range(64)) < 64, "what the other disk has stays"
     store.close()
 
 
