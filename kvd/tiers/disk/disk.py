@@ -17,9 +17,9 @@ import numpy as np
 from kvd.core.keys import U32, U64, Slots
 from kvd.linux.standing import Standing
 from kvd.tiers.disk import warm
-from kvd.tiers.disk.files import DiskFiles, rounded_up
-from kvd.tiers.disk.index_file import ROW_WORDS, STAMP, IndexFile, check_of
-from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds
+from kvd.tiers.disk.files import DiskFiles
+from kvd.tiers.disk.index_file import GONE, ROW_WORDS, STAMP, IndexFile, check_of
+from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds, stride_of
 from kvd.tiers.disk.options import ALIGN, DiskOptions
 from kvd.tiers.disk.owner import owned
 from kvd.tiers.disk.rows import RowWriter
@@ -85,6 +85,7 @@ class Disk:
         self._idle = threading.Condition(self._lock)  # told when a read or write has ended
         self._deleting = threading.Lock()
         self._unwiped: list[tuple[DiskSizeClass, Slots]] = []
+        self._unnamed: list[int] = []  # deleted scopes whose places are all in there, or wiped
         self._scopes: dict[bytes, int] = {}
         self._forget_scopes_at = 0.0
         self.directory = directory
@@ -107,11 +108,12 @@ class Disk:
         known = self._index.open(until)
         if known.damaged_rows or known.was_lost:
             self._count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
-        self._scopes = {scope: number for number, scope in known.scopes.items()}
-        self._scope_names = dict(known.scopes)
+        self._half_deleted = [n for n, scope in known.scopes.items() if scope == GONE]
+        self._scopes = {scope: n for n, scope in known.scopes.items() if scope != GONE}
+        self._scope_names = {number: scope for scope, number in self._scopes.items()}
         self._next_scope = known.next_scope
         kinds = {n: each for n, each in known.lengths.items() if n <= MAX_LENGTHS_KNOWN}
-        strides = {number: _stride(lengths) for number, lengths in kinds.items()}
+        strides = {number: stride_of(lengths) for number, lengths in kinds.items()}
         wrong = warm.fill(self._space, known, strides, seeds, own)
         self._rows = RowWriter(self._index, self._tell_rows)
         self._rows.remove([int(place) for place in wrong[:, 3]])
@@ -147,7 +149,7 @@ class Disk:
             scopes = self._scope_numbers([block.key.scope for block in batch.blocks], add=True)
             for lengths, rows in _by_lengths(batch.blocks).items():
                 kind = self._kinds.add(lengths, self._space.classes.values())
-                size_class = self._space.class_of(_stride(lengths))
+                size_class = self._space.class_of(stride_of(lengths))
                 known = rows[scopes[rows] != UNKNOWN_SCOPE]
                 if size_class is not None and kind is not None and known.size:
                     new = self._new_ones(size_class, batch, known, scopes, kind, outcomes)
@@ -231,7 +233,7 @@ class Disk:
         with self._lock:
             scopes = self._scope_numbers([block.key.scope for block in batch.blocks])
             for lengths, rows in _by_lengths(batch.blocks).items():
-                size_class = self._space.classes.get(_stride(lengths))
+                size_class = self._space.classes.get(stride_of(lengths))
                 if size_class is None:
                     continue
                 found = size_class.find(batch.digests[rows], scopes[rows])
@@ -300,11 +302,15 @@ class Disk:
             numbers = [self._scopes.pop(scope) for scope in named]
             for number in numbers:
                 del self._scope_names[number]
-                self._rows.remove_scope(number)
+                self._rows.add_scope(number, GONE)
+            numbers += self._half_deleted
+            self._half_deleted = []
             classes = list(self._space.classes.values())
         # From here on no lookup finds them, and nothing new is written under these numbers.
         for size_class in classes:
             self._take_out_scopes(size_class, numbers)
+        with self._lock:
+            self._unnamed += numbers
         self._wipe_out(deadline)
 
     def _take_out_scopes(self, size_class: DiskSizeClass, numbers: Sequence[int]) -> None:
@@ -322,22 +328,21 @@ class Disk:
     def _take_out(self, size_class: DiskSizeClass, places: Slots) -> None:
         if not places.size:
             return
-        ready = places[size_class.states[places] == PlaceState.READY]
-        self._forget_rows(size_class, ready)
-        size_class.take_out(ready)
+        size_class.take_out(places[size_class.states[places] == PlaceState.READY])
         size_class.states[places] = PlaceState.LEAVING
         self._unwiped.append((size_class, places))
 
     def _wipe_out(self, deadline: float) -> None:
         """Zero what was deleted, once nobody uses it, have that on the disk, and free it.
 
+        Its rows stay until then: what a process that is killed has left, the next one wipes.
         TierTimeout where the time is not enough for all: the next call goes on with what is left.
         """
         if not self._deleting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TierTimeout("another deletion is under way")
         try:
             with self._lock:
-                leaving = list(self._unwiped)
+                leaving, unnamed = list(self._unwiped), list(self._unnamed)
                 while any(size_class.pins[places].any() for size_class, places in leaving):
                     if not self._idle.wait(max(0.0, deadline - time.monotonic())):
                         raise TierTimeout("what is deleted is still being read or written")
@@ -352,9 +357,14 @@ class Disk:
                     left.insert(0, (size_class, places[count:]))
             if wiped:
                 self.slab.sync()
+            done = self._forget_wiped(wiped, deadline)
+            wiped, left = wiped[:done], wiped[done:] + left
+            for number in () if left else unnamed:
+                self._rows.remove_scope(number)
             self._rows.write_now(deadline)
             with self._lock:
                 self._unwiped[: len(leaving)] = left
+                del self._unnamed[: 0 if left else len(unnamed)]
             for size_class, places in wiped:
                 with self._lock:
                     size_class.free(places)
@@ -365,6 +375,14 @@ class Disk:
             raise TierError(f"what was deleted can't be wiped: {error.strerror}") from error
         finally:
             self._deleting.release()
+
+    def _forget_wiped(self, wiped: list[tuple[DiskSizeClass, Slots]], deadline: float) -> int:
+        """Have no row lead there; of how many, while the index is written no slower than told."""
+        for number, (size_class, places) in enumerate(wiped):
+            if not self._rows.wait_for_room(deadline):
+                return number
+            self._forget_rows(size_class, places)
+        return len(wiped)
 
     def _wipe(self, size_class: DiskSizeClass, places: Slots, until: float) -> int:
         """Zero some of them, until then: how many of the first."""
@@ -551,15 +569,6 @@ class Disk:
         if now - self._said.get(reason, -LOG_SECONDS) >= LOG_SECONDS:
             self._said[reason] = now
             log.warning("%s: %s (%d so far)", self.directory, reason, self.errors[reason])
-
-
-def _stride(lengths: bytes) -> int:
-    """Bytes that blocks whose parts have these lengths take on the disk; 0 where there is none."""
-    if not lengths or len(lengths) % 8:
-        return 0
-    parts = np.frombuffer(lengths, dtype=np.uint64)
-    total = sum(parts.tolist())
-    return rounded_up(total) if total < 1 << 62 else 0
 
 
 def _by_lengths(blocks: Sequence[TierBlock]) -> dict[bytes, Slots]:

@@ -31,6 +31,7 @@ _NUMBERS = 1 << 32  # of scopes and of lengths there are fewer: a row has half a
 _ROWS_A_TIME = 8192
 REFUSED_S = 10.0  # for so long a start may find disks that refuse to read their index
 AGAIN_S = 0.5  # between two tries
+GONE = b""  # in place of a scope's name: it is deleted, and what it has is to be wiped
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
 CREATE TABLE IF NOT EXISTS scopes (id INTEGER PRIMARY KEY AUTOINCREMENT, scope BLOB);
@@ -121,7 +122,7 @@ class IndexFile:
             with _transaction(db):
                 gone = [(number,) for number in changes.gone_scopes]
                 db.executemany("DELETE FROM scopes WHERE id=?", gone)
-                db.executemany("INSERT INTO scopes VALUES (?, ?)", changes.scopes.items())
+                db.executemany("REPLACE INTO scopes VALUES (?, ?)", changes.scopes.items())
                 unused = [(n,) for n, lengths in changes.lengths.items() if lengths is None]
                 used = [kind for kind in changes.lengths.items() if kind[1] is not None]
                 db.executemany("DELETE FROM lengths WHERE id=?", unused)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 import numpy as np
 
 from kvd.core.keys import Slots
+from kvd.tiers.disk.files import rounded_up
 from kvd.tiers.disk.rows import RowWriter
 from kvd.tiers.disk.size_class import DiskSizeClass, PlaceState
 
@@ -21,6 +22,15 @@ KINDS_AT_ONCE = 256  # that go where there are too many
 FORGET_KINDS_AGAIN_S = 10.0  # after a look for those, of some hundredths of a second
 UNKNOWN_KIND = -1
 Leave = Callable[[DiskSizeClass, Slots], None]
+
+
+def stride_of(lengths: bytes) -> int:
+    """Bytes that blocks whose parts have these lengths take on the disk; 0 where there is none."""
+    if not lengths or len(lengths) % 8:
+        return 0
+    parts = np.frombuffer(lengths, dtype=np.uint64)
+    total = sum(parts.tolist())
+    return rounded_up(total) if total < 1 << 62 else 0
 
 
 class Kinds:

@@ -78,6 +78,7 @@ class RowWriter:
         self._look()
 
     def add_scope(self, number: int, scope: bytes) -> None:
+        """A scope has this name; GONE takes away the one that it had."""
         with self._lock:
             self._waiting.scopes[number] = scope
 
