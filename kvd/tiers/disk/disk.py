@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +78,9 @@ class UnderWay:
 class Disk:
     """Any thread may call. The lock is never held while the disk is waited for."""
 
-    def __init__(self, directory: Path, options: DiskOptions, files: DiskFiles) -> None:
+    def __init__(
+        self, directory: Path, options: DiskOptions, files: DiskFiles, taken: Collection[bytes]
+    ) -> None:
         self.errors: Counter[TierReason] = Counter()
         self._said: dict[TierReason, float] = {}
         self._lock = threading.Lock()
@@ -91,7 +93,7 @@ class Disk:
         self.directory = directory
         self._owner = owned(directory)
         try:
-            self.slab = Slab(directory / "slab", options, files)
+            self.slab = Slab(directory / "slab", options, files, taken)
         except BaseException:
             os.close(self._owner)
             raise

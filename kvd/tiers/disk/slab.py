@@ -10,7 +10,7 @@ import os
 import stat
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kvd.tiers.disk.files import (
@@ -36,10 +36,13 @@ _HEADER = struct.Struct("<8sQQ16s")
 class Slab:
     """The file `slab` of a directory.
 
-    `identity` is drawn anew whenever it is remade: rows of another slab say nothing about it.
+    `identity` is drawn anew whenever it is remade: rows of another slab say nothing about it. One
+    that is among those `taken` is remade: by the disks' identities blocks are spread over them.
     """
 
-    def __init__(self, path: Path, options: DiskOptions, files: DiskFiles) -> None:
+    def __init__(
+        self, path: Path, options: DiskOptions, files: DiskFiles, taken: Collection[bytes] = ()
+    ) -> None:
         self._path, self._files = path, files
         self._region_bytes = options.region_bytes
         self.regions = options.directory_bytes // options.region_bytes
@@ -48,7 +51,7 @@ class Slab:
         self._fd, self.is_direct = self._open(options.direct)
         try:
             self._reserve()
-            self.identity, self.is_new = self._begin()
+            self.identity, self.is_new = self._begin(taken)
         except BaseException:
             self.close()
             raise
@@ -151,7 +154,7 @@ class Slab:
         if size - has > free * there.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _begin(self) -> tuple[bytes, bool]:
+    def _begin(self, taken: Collection[bytes]) -> tuple[bytes, bool]:
         """The slab's identity, and whether it was given to it now."""
         with self._one_block() as view:
             try:
@@ -160,9 +163,11 @@ class Slab:
                 raise self._unusable("can't be read", error) from error
             magic, version, region_bytes, identity = _HEADER.unpack_from(view)
             known = (magic, version, region_bytes) == (_MAGIC, _VERSION, self._region_bytes)
-            if known and any(identity):
+            if known and any(identity) and identity not in taken:
                 return identity, False
-            if any(view):
+            if identity in taken:
+                log.warning("%s is a copy of another disk's: its blocks are lost", self._path)
+            elif any(view):
                 log.warning("%s is of another kind or release: its blocks are lost", self._path)
             identity = uuid.uuid4().bytes
             view[:] = bytes(ALIGN)

@@ -47,7 +47,8 @@ class DiskStore:
         self._disks: list[Disk] = []
         try:
             for directory in self._options.directories:
-                self._disks.append(Disk(directory, self._options, files or SystemFiles()))
+                taken = [disk.slab.identity for disk in self._disks]
+                self._disks.append(Disk(directory, self._options, files or SystemFiles(), taken))
             self._seeds = [disk.seed for disk in self._disks]
             until = time.monotonic() + index_file.REFUSED_S  # of all disks: a start has its time
             for number, disk in enumerate(self._disks):
