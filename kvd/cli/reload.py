@@ -45,6 +45,12 @@ def machine_terms(config: Config) -> ev.TermsChanged:
     )
 
 
+def rights(config: Config) -> object:
+    """Who is which tenant, and who operates."""
+    tenants = {rule.tenant: (rule.uids, rule.gids) for rule in config.tenants}
+    return tenants, set(config.operators), config.root_operates
+
+
 class Reloader:
     """Knows the settings in force, and where others are read from."""
 
@@ -114,6 +120,8 @@ class Reloader:
         common = control.common
         common.terms = replace(common.terms, sessions_per_user=config.sessions_per_user)
         control.tenants.replace(config.tenants, config.operators, root=config.root_operates)
+        if rights(config) != rights(before):
+            control.driver.event_log.rights_changed()
         pace = Pace(control.driver.turns, "reload")
         await common.end_other_tenants(pace)
         old = {rule.tenant: rule.quota_bytes for rule in before.tenants}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from kvd.control.access.peers import Peer
@@ -43,6 +43,21 @@ class Namespaces:
         if self._tenants.operates(peer):
             return True
         return tenant is not None and self._tenants.may_see(peer, tenant)
+
+    def growth_of_sight(self, peer: Peer) -> Callable[[], bool]:
+        """What tells whether a reload lets the caller see more than when it was last asked."""
+        tenants = self._tenants
+        version, before = tenants.version, tenants.sight(peer)
+
+        def has_grown() -> bool:
+            nonlocal version, before
+            if version == tenants.version:
+                return False
+            last = before
+            version, before = tenants.version, tenants.sight(peer)
+            return last is not None and (before is None or not before <= last)
+
+        return has_grown
 
     def operates(self, peer: Peer) -> bool:
         """True where the caller is an operator."""

@@ -51,12 +51,20 @@ class Change:
     tier: TierTerms | None = None
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class ChangeFilter:
-    """What a watcher gets: changes of these namespaces, and whether those of tiers, too."""
+    """What a watcher gets: changes of these namespaces, and whether those of tiers, too.
+
+    `has_grown`: whether there are namespaces among them that were none when it was last asked.
+    """
 
     namespaces: Callable[[TenantId, NamespaceId], bool]
     with_tiers: bool = False
+    has_grown: Callable[[], bool] = _never
 
     def __call__(self, change: Change) -> bool:
         if change.tier is not None and not self.with_tiers:
@@ -142,6 +150,7 @@ class EventLog:
         self._snapshot = snapshot
         self._kept: deque[Change] = deque()
         self._blocks = 0  # in the kept changes
+        self._rights_changed_at = -1  # the newest change by then
         self._news = asyncio.Event()
         self._turns = turns
 
@@ -154,19 +163,29 @@ class EventLog:
             self._blocks -= _blocks_of(self._kept.popleft())
         self._news.set()
 
+    def rights_changed(self) -> None:
+        """Others may see a namespace than before: some watchers lack what was there already."""
+        self._rights_changed_at = self.sequence
+        self._news.set()
+
     async def watch(
         self, after: tuple[bytes, int] | None, wanted: ChangeFilter, user: int = 0
     ) -> AsyncGenerator[Delivery, None]:
         """Changes after a place in the log, else a snapshot and then its tail. Never ends.
 
         A watcher that falls further behind than the kept tail gets a new snapshot; FellBehind
-        where that happens within one. Nobody waits for a watcher that takes its time.
+        where that happens within one. So does one that may see more than before. Nobody waits for
+        a watcher that takes its time.
         """
         cursor = -1
-        if after is not None and after[0] == self.incarnation and after[1] <= self.sequence:
+        if (
+            after is not None
+            and after[0] == self.incarnation
+            and self._rights_changed_at < after[1] <= self.sequence
+        ):
             cursor = after[1]
         while True:
-            if cursor < self._first_kept:
+            if wanted.has_grown() or cursor < self._first_kept:
                 async for delivery in self._snapshot_deliveries(wanted, user):
                     cursor = delivery.sequence
                     yield delivery

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,15 @@ from kvd.control.namespaces import Namespaces
 from kvd.control.services.events import EventServicer
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.runtime import event_log
-from kvd.runtime.event_log import Change, ChangeFilter, ChangeKind, Delivery, EventLog, FellBehind
+from kvd.runtime.event_log import (
+    Change,
+    ChangeFilter,
+    ChangeKind,
+    Delivery,
+    EventLog,
+    FellBehind,
+    Snapshot,
+)
 from kvd.runtime.turns import FairQueue
 from kvd_proto.v1 import events_pb2
 
@@ -91,32 +100,82 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     assert delivery.sequence == 2
 
 
+class Watched:
+    """A log, and a user's calls that watch it under a policy of tenants."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.log = EventLog(INCARNATION, snapshot, FairQueue())
+        self.policy = TenantPolicy(root=False)
+        driver: Any = SimpleNamespace(
+            event_log=self.log,
+            machine=SimpleNamespace(knows=lambda _: True),
+            pool=SimpleNamespace(namespace_fields=lambda _: {"tenant": TENANT}),
+        )
+        peer = Peer(Credentials(7, 7, 0, None), Role.TOOL, "test", lambda *_: None)
+        peers: Any = SimpleNamespace(behind=lambda _: peer)
+        self._servicer = EventServicer(driver, Namespaces(driver, self.policy), peers)
+        self._told: asyncio.Queue[Any] = asyncio.Queue()
+
+    def allow(self, *users: int) -> None:
+        """From now on these users are the tenant."""
+        rule = TenantRule(TENANT, frozenset(users), frozenset(), 0)
+        self.policy.replace([rule], (), root=False)
+
+    @contextlib.asynccontextmanager
+    async def watch(self, **request: Any) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
+        """What waits for the call's next message."""
+        context: Any = SimpleNamespace(write=self._told.put)
+        message = events_pb2.WatchEventsRequest(incarnation=INCARNATION, **request)
+        watching = asyncio.ensure_future(self._servicer.WatchEvents(message, context))
+        yield lambda: asyncio.wait_for(self._told.get(), 1)
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert self._told.empty()
+
+
 @pytest.mark.parametrize("by_name", [False, True], ids=["all", "one-namespace"])
 async def test_who_loses_the_tenant_watches_it_no_more(by_name: bool) -> None:
-    log = EventLog(INCARNATION, lambda _: iter([]), FairQueue())
-    policy = TenantPolicy([TenantRule(TENANT, frozenset({7}), frozenset(), 0)], root=False)
-    driver: Any = SimpleNamespace(
-        event_log=log,
-        machine=SimpleNamespace(knows=lambda _: True),
-        pool=SimpleNamespace(namespace_fields=lambda _: {"tenant": TENANT}),
+    watched = Watched(lambda _: iter([]))
+    watched.allow(7)
+    async with watched.watch(namespace_id=1 if by_name else 0) as told:
+        watched.log.append(change(1))
+        assert (await told()).sequence == 1
+        watched.allow(8)
+        watched.log.append(change(2))
+        await asyncio.sleep(0.05)
+
+
+async def test_who_gains_a_tenant_is_told_at_once_what_was_there() -> None:
+    watched = Watched(
+        lambda wanted: iter([(change(1),)] if wanted.namespaces(TENANT, NamespaceId(1)) else [])
     )
-    peer = Peer(Credentials(7, 7, 0, None), Role.TOOL, "test", lambda *_: None)
-    peers: Any = SimpleNamespace(behind=lambda _: peer)
-    servicer = EventServicer(driver, Namespaces(driver, policy), peers)
-    told: asyncio.Queue[Any] = asyncio.Queue()
-    context: Any = SimpleNamespace(write=told.put)
-    request = events_pb2.WatchEventsRequest(
-        namespace_id=1 if by_name else 0, incarnation=INCARNATION
-    )
-    watching = asyncio.ensure_future(servicer.WatchEvents(request, context))
-    log.append(change(1))
-    assert (await asyncio.wait_for(told.get(), 1)).sequence == 1
-    policy.replace([TenantRule(TENANT, frozenset({8}), frozenset(), 0)], (), root=False)
-    log.append(change(2))
-    await asyncio.sleep(0.05)
-    assert told.empty()
-    watching.cancel()
-    await asyncio.wait([watching])
+    watched.allow(8)
+    async with watched.watch() as told:
+        watched.log.append(change(1))
+        await asyncio.sleep(0.05)
+        watched.allow(7, 8)
+        watched.log.rights_changed()
+        snapshot = await told()
+        assert (snapshot.snapshot_end, snapshot.sequence, len(snapshot.events)) == (True, 1, 1)
+        watched.allow(7)
+        watched.log.rights_changed()
+        watched.log.append(change(2))
+        message = await told()
+        assert (message.snapshot, message.sequence) == (False, 2)  # it has gained nothing
+
+
+async def test_who_comes_back_after_rights_have_changed_begins_with_a_snapshot() -> None:
+    watched = Watched(lambda _: iter([(change(1),)]))
+    watched.allow(7)
+    watched.log.append(change(1))
+    watched.log.rights_changed()
+    async with watched.watch(after_sequence=1) as told:
+        assert (await told()).snapshot
+    watched.log.append(change(2))
+    watched.log.append(change(3))
+    async with watched.watch(after_sequence=2) as told:
+        message = await told()
+        assert (message.snapshot, message.sequence) == (False, 3)
 
 
 async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,9 @@ from kvd.control.access.tenants import TenantPolicy
 from kvd.control.sessions.session import SessionTerms
 from kvd.core.events import QuotaSet
 from kvd.runtime.turns import UNITS_AT_ONCE, FairQueue
-from kvd_proto.v1 import engine_pb2, operator_pb2
+from kvd_proto.v1 import engine_pb2, events_pb2, operator_pb2
 from tests.control.daemon_rig import (
+    HASH_BYTES,
     Caller,
     RawEngine,
     RawScheduler,
@@ -307,6 +308,29 @@ def test_sessions_of_a_user_who_lost_the_tenant_end(running: Configured) -> None
     caller = Caller(running.socket)
     wait_until(lambda: not caller.status().sessions)
     caller.close()
+    engine.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the daemon's own user operates, but for root")
+def test_who_is_given_a_tenant_is_told_what_it_has(running: Configured) -> None:
+    tenant = f'[tenants.acme]\ngids = [{os.getgid()}]\nquota = "8MiB"\n'
+    running.reload(f"root_operates = false\n{tenant}")
+    engine = RawEngine(running.socket)
+    engine.store({number: block(number) for number in range(4)})
+    running.reload(f"root_operates = false\n{tenant.replace('[tenants.acme]', '[tenants.new]')}")
+    watcher = Caller(running.socket)
+    told = watcher.events.WatchEvents(
+        events_pb2.WatchEventsRequest(), metadata=watcher.metadata, timeout=15
+    )
+    assert not next(told).events
+    running.reload(f"root_operates = false\n{tenant}[tenants.new]\ngids = [{os.getgid()}]\n")
+    snapshot = next(told)
+    assert (snapshot.snapshot_end, sum(len(event.hashes) for event in snapshot.events)) == (
+        True,
+        4 * HASH_BYTES,
+    )
+    told.cancel()
+    watcher.close()
     engine.close()
 
 

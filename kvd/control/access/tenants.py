@@ -28,10 +28,12 @@ class TenantPolicy:
     def __init__(
         self, rules: Sequence[TenantRule] = (), operators: Sequence[int] = (), *, root: bool = True
     ) -> None:
+        self.version = 0  # another one = other rights
         self.replace(rules, operators, root=root)
 
     def replace(self, rules: Sequence[TenantRule], operators: Sequence[int], *, root: bool) -> None:
         """From now on these hold."""
+        self.version += 1
         self.rules = tuple(rules)
         self._by_tenant = {rule.tenant: rule for rule in self.rules}
         # Places of rules in the order of the rules.
@@ -82,6 +84,10 @@ class TenantPolicy:
     def may_see(self, peer: Peer, tenant: TenantId) -> bool:
         """True for the caller's own tenants, and for operators."""
         return self.operates(peer) or self.belongs(peer, tenant)
+
+    def sight(self, peer: Peer) -> frozenset[TenantId] | None:
+        """All tenants that the caller may see; None for every one."""
+        return None if self.operates(peer) else frozenset(self.tenants_of(peer))
 
     def operates(self, peer: Peer) -> bool:
         """True where the caller may do what concerns everyone."""

@@ -52,7 +52,8 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             is_meant = request.namespace_id in (0, namespace)
             return is_meant and self._namespaces.may_see_of(peer, tenant)
 
-        wanted = ChangeFilter(may_see, with_tiers=request.with_tiers)
+        has_grown = self._namespaces.growth_of_sight(peer)
+        wanted = ChangeFilter(may_see, request.with_tiers, has_grown)
         after = (request.incarnation, request.after_sequence) if request.incarnation else None
         log = self._driver.event_log
         previous = request.after_sequence
