@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
+from kvd_client.event_watch import EventWatch, key_of
 from kvd_client.forks import FORKED
 from tests.client.test_batches import Memory, keys
 from tests.daemon_process import DaemonProcess
@@ -92,3 +93,23 @@ def test_a_child_waits_for_no_lock_that_its_parent_held(daemon: DaemonProcess) -
         )
     assert said == repr(([False], False))
     memory.close()
+
+
+def test_a_child_of_one_that_watches_events_has_no_news_and_waits_for_no_lock() -> None:
+    watch = EventWatch("/nowhere", "test")
+    watch.follow(1, "")
+    key = key_of(0, keys(1, 1)[0])
+    watch.announce([key])
+
+    def try_all() -> object:
+        watch.follow(2, "other")
+        said = watch.take(), watch.announce([key]), watch.take_and_announce([key])
+        watch.forget()
+        watch.close()
+        return said, watch._thread
+
+    with watch._lock:
+        said = said_by_child(try_all)
+    assert said == repr((([], [key], ([], [])), None))
+    assert watch.announce([key]) == []  # the parent has said so
+    watch.close()

@@ -22,6 +22,7 @@ import grpc
 
 from kvd_client.backoff import EXPECTED, Backoff, error_of, problem_of
 from kvd_client.daemon import greeted
+from kvd_client.forks import keep_from_children
 from kvd_client.tier_record import HOST, Key, News, NewsList, Residence, TierRecord
 from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc
 
@@ -88,12 +89,23 @@ class EventWatch:
         self._backoff = Backoff()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        keep_from_children(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked process nothing was announced, and nothing is heard."""
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._closing.set()
+        self._call = self._thread = None
+        self._news.clear()
+        self._clear()
 
     # -- the engine's side ------------------------------------------------------------------
 
     def follow(self, namespace_id: int, epoch: str) -> None:
         """Where the engine's session is now. Cheap to repeat."""
         if namespace_id == self._namespace_id and epoch == self._epoch:
+            return
+        if self._closing.is_set():
             return
         with self._lock:
             if epoch != self._epoch:
