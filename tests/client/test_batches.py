@@ -132,6 +132,16 @@ def test_one_that_only_asks_tells_of_the_ends_of_its_requests(
     assert leased(memory.batches) == 4
 
 
+def test_leases_end_with_the_load_however_often_a_key_was_asked_for(memory: Memory) -> None:
+    prompt = keys(12, 4)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    often = [SoughtKeys(0, [prompt[0]] * 8), SoughtKeys(0, prompt[:3]), SoughtKeys(0, prompt)]
+    assert all(flags.all() for flags in memory.batches.find(often))
+    assert leased(memory.batches) == 1
+    assert memory.batches.load([BlockRun(0, 0, prompt, range(4))]) == [[True] * 4]
+    assert leased(memory.batches) == 0
+
+
 def test_leases_of_who_only_asks_end_in_time(memory: Memory) -> None:
     prompt = keys(10, 2)
     assert memory.batches.store([BlockRun(0, 0, prompt, range(2))]) == [True]

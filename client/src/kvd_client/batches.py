@@ -298,16 +298,17 @@ class BlockBatches:
     def _claim(self, request_id: str, wanted: Sequence[SoughtKeys], found: Sequence[Flags]) -> None:
         """Remember what is leased now, and for whom."""
         claim = LeasedAnswer(request_id, time.monotonic())
+        mine: dict[int, dict[bytes, LeasedAnswer]] = {}  # each key once, however often it was asked
+        for each, flags in zip(wanted, found, strict=True):
+            count = int(np.count_nonzero(flags))
+            if count:
+                keys = each.keys if count == len(each.keys) else compress(each.keys, flags)
+                mine.setdefault(each.group, {}).update(dict.fromkeys(keys, claim))
         with self._lock:
-            for each, flags in zip(wanted, found, strict=True):
-                count = int(np.count_nonzero(flags))
-                if not count:
-                    continue
-                claim.left += count
-                whole = count == len(each.keys)
-                keys = each.keys if whole else list(compress(each.keys, flags))
-                claim.keys.append((each.group, keys))
-                self._leased.setdefault(each.group, {}).update(dict.fromkeys(keys, claim))
+            for group, leased in mine.items():
+                claim.left += len(leased)
+                claim.keys.append((group, list(leased)))
+                self._leased.setdefault(group, {}).update(leased)
             if claim.left:
                 self._claims[request_id] = claim
             else:
