@@ -399,4 +399,10 @@ def test_what_can_not_be_said_of_blocks_is_refused_and_not_taken_for_others(
         batches.find([SoughtKeys(1, keys(33, 1))])
     with pytest.raises(ValueError, match="engine_blocks has 1 numbers; 2 keys of group 0 take 2"):
         batches.store([BlockRun(0, 0, keys(33, 2), range(1))])
+    for blocks in (-1, NUM_BLOCKS, 1 << 32, 1 << 70):
+        with pytest.raises(ValueError, match=rf"has {blocks}; group 0 has blocks 0\.\.255"):
+            batches.load([BlockRun(0, 0, keys(33, 1), [blocks])])
+    for first in (-1, (1 << 32) - 1):
+        with pytest.raises(ValueError, match=rf"first_block is {first}, allowed are 0\.\."):
+            batches.find([SoughtKeys(0, keys(33, 1), first)])
     assert not batches.find([SoughtKeys(0, [long])])[0].any()

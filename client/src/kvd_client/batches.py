@@ -32,6 +32,7 @@ from kvd_client.session import DaemonSession
 from kvd_client.worker import GroupLayout, SharedMemory, Worker
 from kvd_client.worker.worker import END_MOVER_TIMEOUT_S, POLL_MAX_S, POLL_S, POLL_SHARE
 from kvd_proto.key_status import HIT, PENDING, RETRY, STATUS_BITS
+from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.limits import MAX_QUERIES
 from kvd_proto.v1 import common_pb2
 
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MAX_CLAIMS = 4096  # answers whose blocks are leased and not loaded yet; the oldest goes first
 MAX_UNTOLD_REQUESTS = 256  # that are over; then the daemon is told without a step of other work
+_U32_MAX = (1 << 32) - 1  # a number on the wire
 FIRST_PAUSE = 10  # times POLL_S, before a question is asked again
 
 
@@ -101,6 +103,7 @@ class BlockBatches:
         self._claims: dict[str, LeasedAnswer] = {}  # by request, oldest first
         self._leased: dict[int, dict[bytes, LeasedAnswer]] = {}  # by group and key
         self._finished: list[str] = []  # requests, to be told with the next step
+        self._num_blocks: list[int] = []  # of the engine, by group
         self._worker = Worker(
             socket_path,
             identity,
@@ -124,6 +127,7 @@ class BlockBatches:
     def register(self, memories: Sequence[SharedMemory], groups: Sequence[GroupLayout]) -> None:
         """Offer the memory to the daemon, now and whenever it comes back. Returns at once."""
         self._worker.register(memories, groups)
+        self._num_blocks = [group.num_blocks for group in groups]
 
     def wait_usable(self, timeout_s: float) -> bool:
         """Wait until the session is open and the memory registered; for start-up and tests."""
@@ -173,7 +177,7 @@ class BlockBatches:
         that there is no room to lease are found without.
         """
         for each in wanted:
-            self._require_keys(each.group, each.keys)
+            self._require_keys(each.group, each.keys, each.first_block)
         found = [np.zeros(len(each.keys), dtype=np.bool_) for each in wanted]
         session = self._connection.session
         if session is None:
@@ -513,21 +517,31 @@ class BlockBatches:
         """ValueError for what can't be said of blocks, before any of it is sent."""
         groups = self._connection.namespace.groups
         for run in runs:
-            self._require_keys(run.group, run.block_hashes)
+            self._require_keys(run.group, run.block_hashes, run.first_block)
             wanted = len(run.block_hashes) * groups[run.group].blocks_per_block
             if len(run.engine_blocks) != wanted:
                 raise ValueError(
                     f"engine_blocks has {len(run.engine_blocks)} numbers;"
                     f" {len(run.block_hashes)} keys of group {run.group} take {wanted}"
                 )
+            most = self._num_blocks[run.group] if self._num_blocks else NULL_ENGINE_BLOCK
+            blocks = np.asarray(run.engine_blocks)
+            wrong = blocks[(blocks < 0) | ((blocks >= most) & (blocks != NULL_ENGINE_BLOCK))]
+            if len(wrong):
+                raise ValueError(
+                    f"engine_blocks has {wrong[0]}; group {run.group} has blocks 0..{most - 1}"
+                )
 
-    def _require_keys(self, group: int, keys: Sequence[bytes]) -> None:
+    def _require_keys(self, group: int, keys: Sequence[bytes], first_block: int) -> None:
         """Keys lie side by side in a message: shorter ones beside longer ones would be others."""
         groups = len(self._connection.namespace.groups)
         if not 0 <= group < groups:
             raise ValueError(f"group is {group}, allowed are 0..{groups - 1}")
         if not {self._hash_bytes}.issuperset(map(len, keys)):
             raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
+        last = _U32_MAX - len(keys)
+        if not 0 <= first_block <= last:
+            raise ValueError(f"first_block is {first_block}, allowed are 0..{last}")
 
     def _take_ends(self) -> None:
         """Take note of what has ended. Called under the lock.
