@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,6 +247,8 @@ def test_what_a_router_gathers_is_what_tiers_hold_of_announced_blocks(
         elif what == "lost":
             holds = {held for held in holds if held[0] != place}
             record.lost(place.tier)
+            while record.let_go(1):
+                pass
         elif what == "stored":
             holds.add((place, key))
             record.stored(place, key, is_announced=key in announced)
@@ -257,6 +261,60 @@ def test_what_a_router_gathers_is_what_tiers_hold_of_announced_blocks(
             gathered = gathered - told if each.removed else gathered | told
         assert gathered == {held for held in holds if held[1] in announced}
         assert record.known() == gathered
+
+
+class Between:
+    """A lock that is noted whenever it is given back, and what is done then."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._then()
+
+
+@pytest.mark.parametrize("what", ["CLEARED", "TIER_LOST"])
+def test_the_engine_gets_between_the_blocks_of_a_clear_and_of_a_lost_tier(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(event_watch, "KEYS_AT_ONCE", 2)
+    many = keys_of("many", 9)
+    hand.announce(*many)
+    hand.tell("STORED", DISK, *many)
+    assert sum(len(news.keys) for news in hand.watch.take()) == len(many)
+    pieces: list[int] = []
+
+    def take() -> None:
+        pieces.append(sum(len(news.keys) for news in hand.watch._news.take()))
+
+    monkeypatch.setattr(hand.watch, "_lock", Between(take))
+    hand.tell(what, DISK)
+    places = 2 if what == "CLEARED" else 1
+    assert max(pieces) == 2 * places
+    assert sum(pieces) == len(many) * places
+
+
+def test_what_is_announced_again_amid_a_clear_is_not_said_to_be_removed(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_watch, "KEYS_AT_ONCE", 1)
+    hand.announce(ONE, TWO, THREE)
+    said: list[list[Key]] = []
+
+    def announce() -> None:
+        if not said:
+            said.append(hand.watch._announce([THREE]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hand.watch, "_lock", Between(announce))
+        hand.tell("CLEARED", HOST)
+    assert said == [[]]
+    hand.tell("STORED", HOST, THREE)
+    hand.now += event_watch.DOUBT_S
+    assert hand.watch.take() == [(HOST, True, [ONE, TWO])]
 
 
 TURNS = st.lists(st.tuples(PLACES, st.integers(0, 3)) | st.none(), max_size=60)  # None: it is taken

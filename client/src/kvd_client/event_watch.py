@@ -71,10 +71,11 @@ class EventWatch:
         self._socket_path = socket_path
         self._program = program
         self._clock = clock
-        self._lock = threading.Lock()  # held for microseconds, but where all is lost
+        self._lock = threading.Lock()  # held for microseconds, but where the engine loses all
         # Announced, and until when what the stream says may be of a copy before the announced one.
         # Ordered: to take the oldest of many from a dict walks over all that were taken before it.
         self._tracked: OrderedDict[Key, float] = OrderedDict()
+        self._cleared: OrderedDict[Key, float] = OrderedDict()  # likewise; to be looked through yet
         self._gone: OrderedDict[Key, None] = OrderedDict()
         self._since: set[Key] | None = None  # stored since the namespace was cleared; None: unknown
         self._doubtful: dict[Key, float] = {}  # announced and removed, in which order is not known
@@ -138,7 +139,7 @@ class EventWatch:
                 if is_due:
                     fresh.append(key)
                 continue
-            is_in_doubt = key in self._doubtful
+            is_in_doubt = key in self._doubtful or self._cleared.pop(key, None) is not None
             if is_due or not is_in_doubt:
                 fresh.append(key)
             if is_in_doubt or key in self._gone or self._went_with_all(key):
@@ -163,7 +164,7 @@ class EventWatch:
         """Whoever listens has dropped all that was said, and it is still so: say it once more, some
         with each `take`."""
         with self._lock:
-            announced = ((HOST, key) for key in chain(self._tracked, self._doubtful))
+            announced = ((HOST, key) for key in chain(self._cleared, self._tracked, self._doubtful))
             self._news.say_again(chain(announced, self._tiers.in_order()))
 
     def take(self) -> list[News]:
@@ -194,13 +195,16 @@ class EventWatch:
             self._news.add(HOST, oldest, removed=True)
 
     def _lose_all(self) -> None:
-        for key in (*self._tracked, *self._doubtful):
+        for key in (*self._cleared, *self._tracked, *self._doubtful):
             self._news.add(HOST, key, removed=True)
         self._tiers.lose_all()
+        while self._tiers.let_go(KEYS_AT_ONCE):
+            pass
         self._clear()
 
     def _clear(self) -> None:
         self._tiers.clear()
+        self._cleared.clear()
         self._tracked.clear()
         self._gone.clear()
         self._since = None
@@ -273,11 +277,13 @@ class EventWatch:
         if kind == events_pb2.CacheEvent.KIND_CLEARED:
             with self._lock:
                 if reading.turn == self._turn:
-                    self._cleared()
+                    self._begin_clear()
+            self._let_go()
         elif kind == events_pb2.CacheEvent.KIND_TIER_LOST:
             with self._lock:
                 if reading.turn == self._turn:
                     self._tiers.lost(event.tier)
+            self._let_go()
         elif event.epoch != reading.epoch:
             return
         elif event.tier:
@@ -303,16 +309,26 @@ class EventWatch:
                     return
                 note(keys[start : start + KEYS_AT_ONCE])
 
-    def _cleared(self) -> None:
-        now, late = self._clock(), dict[Key, float]()
-        for announced in (self._tracked, self._doubtful):
-            late |= {key: until for key, until in announced.items() if now < until}
-        for key in late:
-            self._tracked.pop(key, None)
-            self._doubtful.pop(key, None)
-        self._lose_all()
-        self._doubtful = late
+    def _begin_clear(self) -> None:
+        self._cleared, self._tracked = self._tracked, OrderedDict()
+        self._cleared.update(self._doubtful)
+        self._doubtful = {}
+        self._gone.clear()
         self._since = set()
+        self._tiers.lose_all()
+
+    def _let_go(self) -> None:
+        """Look through what was cleared or lost, some at a time: the engine's step goes between."""
+        now, is_more = self._clock(), True
+        while is_more:
+            with self._lock:
+                for _ in range(min(KEYS_AT_ONCE, len(self._cleared))):
+                    key, until = self._cleared.popitem(last=False)
+                    if now < until:
+                        self._doubtful[key] = until
+                    else:
+                        self._news.add(HOST, key, removed=True)
+                is_more = self._tiers.let_go(KEYS_AT_ONCE) or bool(self._cleared)
 
     def _removed(self, keys: list[Key]) -> None:
         now = self._clock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -119,6 +119,7 @@ class TierRecord:
         self._told: dict[Residence, OrderedDict[Key, None]] = {}
         self._early: OrderedDict[tuple[Residence, Key], None] = OrderedDict()
         self._count = 0
+        self._leaving: deque[tuple[Residence, OrderedDict[Key, None]]] = deque()  # to be said yet
 
     def holds(self, key: Key) -> bool:
         """Whether any tier is said to hold it."""
@@ -163,27 +164,39 @@ class TierRecord:
             self._news.add(place, key, removed=True)
 
     def lost(self, tier: str) -> None:
-        """Nothing that the tier holds can be found."""
+        """Nothing that the tier holds can be found: `let_go` says so."""
         for place in list(self._told):
             if place.tier == tier:
                 self._leave(place)
 
     def lose_all(self) -> None:
-        """No tier holds any of it."""
+        """No tier holds any of it: `let_go` says so."""
         for place in list(self._told):
             self._leave(place)
+
+    def let_go(self, most: int) -> bool:
+        """Say of so many lost blocks that they were removed. Whether some are left to be said."""
+        while most > 0 and self._leaving:
+            place, keys = self._leaving[0]
+            for _ in range(min(most, len(keys))):
+                key, _ = keys.popitem(last=False)
+                self._news.add(place, key, removed=True)
+                most -= 1
+            if not keys:
+                self._leaving.popleft()
+        return bool(self._leaving)
 
     def clear(self) -> None:
         """All of it was taken back otherwise."""
         self._told.clear()
+        self._leaving.clear()
         self._early.clear()
         self._count = 0
 
     def _leave(self, place: Residence) -> None:
         keys = self._told.pop(place)
         self._count -= len(keys)
-        for key in keys:
-            self._news.add(place, key, removed=True)
+        self._leaving.append((place, keys))
         left = (early for early in self._early if early[0] != place)
         self._early = OrderedDict.fromkeys(left)
 
