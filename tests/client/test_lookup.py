@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvd_client import SchedulerOptions
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.v1 import common_pb2
@@ -74,6 +76,20 @@ def test_an_absent_daemon_is_a_miss() -> None:
     rig.holds("p", 3 * TOKENS)
     rig.daemon.is_there = False
     rig.arrive("r", 5 * TOKENS)
+    assert rig.ask("r") == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["daemon", "no-daemon"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_hashes_of_another_length_are_refused_at_arrival(is_there: bool, place: int) -> None:
+    rig = Rig()
+    rig.daemon.is_there = is_there
+    (hashes,) = rig.keys("p", 3 * TOKENS)
+    hashes[place] += b"x"
+    with pytest.raises(ValueError, match=r"block_hashes\[0\] must have hashes of \d+ bytes each"):
+        rig.scheduler.on_new_request("r", 3 * TOKENS, [hashes])
+    assert not rig.scheduler.has_pending_work()
+    rig.arrive("r", 3 * TOKENS)
     assert rig.ask("r") == 0
 
 

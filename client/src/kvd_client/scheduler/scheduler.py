@@ -103,11 +103,17 @@ class Scheduler:
     ) -> None:
         """A request has arrived: its lookup leaves at once, unanswered.
 
-        `block_hashes[g]` has one hash for each whole kvd block of group g that is known. A
-        request id that is known already begins anew, its former blocks held while they are loaded.
+        `block_hashes[g]` has one hash, of `hash_bytes` bytes, for each whole kvd block of group g
+        that is known. A request id that is known already begins anew, its former blocks held while
+        they are loaded.
         """
         if len(block_hashes) != len(self._groups):
             raise ValueError(f"{len(block_hashes)} lists of hashes for {len(self._groups)} groups")
+        # The ends at once, whether there is a daemon or not; all are looked at before they leave.
+        length = self._namespace.hash_bytes
+        for group, each in enumerate(block_hashes):
+            if len(each) and not len(each[0]) == len(each[-1]) == length:
+                raise ValueError(f"block_hashes[{group}] must have hashes of {length} bytes each")
         params = context or RequestParams()
         if request_id in self._requests:
             self.request_finished(request_id, [()] * len(self._groups))
