@@ -21,6 +21,7 @@ from tests.sglang.conftest import MakeBackend
 from tests.sglang.rig import host_pool, mha_device_pool, state_pool, storage_config
 
 OPTIONS = HiCacheOptions.from_extra_config({"interface_v1": 1})
+NAMED_WEIGHTS = HiCacheOptions.from_extra_config({"interface_v1": 1, "weights_id": "v7"})
 GIVEN = {
     "cp_strategy": "zigzag",
     "dllm_algorithm": "LowConfidence",
@@ -47,12 +48,12 @@ def namespace_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamespaceOf
     pool = HostPool("kv", host_pool(mha_device_pool()))
     model = weights(tmp_path / "model", b"the model's")
 
-    def make(**given: Any) -> NamespaceFields:
+    def make(options: HiCacheOptions = OPTIONS, **given: Any) -> NamespaceFields:
         arguments = SimpleNamespace(
             **{"model_path": model, "revision": None, "model_loader_extra_config": "{}"} | given
         )
         monkeypatch.setattr(namespace, "server_arguments", lambda: arguments)
-        return namespace.build_namespace(storage_config({}), [pool], OPTIONS, is_replicated=False)
+        return namespace.build_namespace(storage_config({}), [pool], options, is_replicated=False)
 
     return make
 
@@ -87,6 +88,43 @@ def test_weights_beside_the_models_are_named_by_what_is_in_them(
     weights(tmp_path / "beside", b"other")
     assert some != namespace_of(**{argument: path})
     assert namespace_of(**{argument: str(tmp_path / "nowhere")}).unshared
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json", "params.json"])
+@pytest.mark.parametrize("options", [OPTIONS, NAMED_WEIGHTS], ids=["found out", "named"])
+def test_a_model_whose_files_say_otherwise_computes_otherwise(
+    namespace_of: NamespaceOf, tmp_path: Path, file: str, options: HiCacheOptions
+) -> None:
+    """As where `rope_scaling` is written into its config.json."""
+    made = [namespace_of(options)]
+    for text in ('{"rope_scaling": null}', '{"rope_scaling": {"rope_type": "yarn"}}'):
+        (tmp_path / "model" / file).write_text(text)
+        made.append(namespace_of(options))
+        assert made[-1] == namespace_of(options)
+    assert len({each.model_config_digest for each in made}) == len(made)
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6}')
+    assert namespace_of(options) == made[-1]
+
+
+def test_a_drafter_whose_files_say_otherwise_computes_otherwise(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    draft = weights(tmp_path / "draft", b"the drafter's")
+    before = namespace_of(speculative_draft_model_path=draft)
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    assert namespace_of(speculative_draft_model_path=draft) != before
+
+
+def test_of_a_file_that_an_argument_names_its_content_counts(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    """KV scales, of which a page of another scale is another."""
+    scales = tmp_path / "scales.json"
+    made = []
+    for text in ("0.5", "0.25"):
+        scales.write_text(text)
+        made.append(namespace_of(quantization_param_path=str(scales)))
+    assert made[0] != made[1]
 
 
 def test_settings_of_the_loader_that_only_say_how_keep_nobody_apart(

@@ -48,6 +48,9 @@ MAX_FILES = 4096
 # Of what else shapes a block: how the model's shards are put together, and what its processor makes
 # of images, of which a block's hash has the content only.
 SHAPING_SUFFIXES = (".index.json", "processor_config.json")
+# What an engine reads of a model beside its weights, but for how tokens are made and drawn.
+SETTINGS_SUFFIXES = ("config.json", "params.json")
+OF_TOKENS = frozenset({"generation_config.json", "tokenizer_config.json"})
 HUB_SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")  # names are another hub's then
 SAMPLES = 64  # of a file; a fine-tuned model differs in nearly every one
 SAMPLE_BYTES = 4096
@@ -86,6 +89,29 @@ def name_weights(model_config: Any, load_config: Any) -> WeightsName:
     how = [] if loader in ("auto", "hf", "safetensors") else [loader]
     how += [json.dumps(telling, sort_keys=True, default=str)] if telling else []
     return WeightsName(" ".join([name, *how]))
+
+
+def settings_digests(model_config: Any, load_config: Any) -> dict[str, str]:
+    """Of each file beside the weights that says what a layer computes, a digest of what is in it.
+
+    Of a model that lies nowhere here, nothing: then its weights have no name but a given one.
+    """
+    try:
+        path = _local_path(model_config.model, model_config, load_config)
+        root = path if path.is_dir() else path.parent
+        files = [
+            file
+            for file in sorted(root.iterdir())
+            if file.name.endswith(SETTINGS_SUFFIXES) and file.name not in OF_TOKENS
+        ]
+        return {file.name: content_digest(file) for file in files}
+    except (OSError, ValueError):
+        return {}
+
+
+def content_digest(file: Path) -> str:
+    """Of a whole file, which is small."""
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
 def short_model_name(model: str) -> str:

@@ -22,7 +22,12 @@ from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_client.integrations.digests import digest_of
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
-from kvd_client.integrations.weights import name_weights, short_model_name
+from kvd_client.integrations.weights import (
+    content_digest,
+    name_weights,
+    settings_digests,
+    short_model_name,
+)
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +126,7 @@ def build_namespace(
         tenant=options.tenant,
         account=options.account,
         model=wire_text(short_model_name(str(model))),
-        model_config_digest=digest_of(_shaping(arguments)),
+        model_config_digest=digest_of([_shaping(arguments), _settings(arguments)]),
         weights_id=wire_text(weights),
         quantization=wire_text(str(getattr(arguments, "quantization", None) or "")),
         kv_dtype=wire_text(" ".join(sorted({_dtype_of(each.pool) for each in pools}))),
@@ -191,30 +196,37 @@ def _weights(arguments: Any, options: HiCacheOptions) -> tuple[str, list[str]]:
         return f"named:{options.weights_id}", []
     if arguments is None:
         return "", ["SGLang's arguments are not known here; set weights_id"]
-    names = [_named(arguments, arguments.model_path, getattr(arguments, "revision", None))]
-    draft = getattr(arguments, "speculative_draft_model_path", None)
-    if draft and draft != arguments.model_path:
-        revision = getattr(arguments, "speculative_draft_model_revision", None)
-        names.append(_named(arguments, draft, revision))
-    others = [getattr(arguments, name, None) for name in WEIGHTS_ARGUMENTS]
-    names += [_named(arguments, other, None) for other in others if other]
+    names = [name_weights(*each) for each in _models(arguments)]
     problems = [f"{each.problem}; set weights_id" for each in names if each.problem]
     return " ".join(each.name for each in names), problems[:1]
 
 
-def _named(arguments: Any, model: str, revision: str | None) -> Any:
-    return name_weights(
-        SimpleNamespace(
-            model=str(model),
-            revision=revision,
-            trust_remote_code=bool(getattr(arguments, "trust_remote_code", False)),
-        ),
-        SimpleNamespace(
-            load_format=getattr(arguments, "load_format", "auto"),
-            model_loader_extra_config=_loader_settings(arguments),
-            download_dir=getattr(arguments, "download_dir", None),
-        ),
+def _models(arguments: Any) -> Iterator[tuple[Any, Any]]:
+    """The model, its drafter and others: where each lies, and how it is loaded."""
+    model, draft = arguments.model_path, getattr(arguments, "speculative_draft_model_path", None)
+    named = [(model, getattr(arguments, "revision", None))]
+    if draft and draft != model:
+        named.append((draft, getattr(arguments, "speculative_draft_model_revision", None)))
+    others = [getattr(arguments, name, None) for name in WEIGHTS_ARGUMENTS]
+    named += [(other, None) for other in others if other]
+    trust_remote_code = bool(getattr(arguments, "trust_remote_code", False))
+    how = SimpleNamespace(
+        load_format=getattr(arguments, "load_format", "auto"),
+        model_loader_extra_config=_loader_settings(arguments),
+        download_dir=getattr(arguments, "download_dir", None),
     )
+    for path, revision in named:
+        where = SimpleNamespace(
+            model=str(path), revision=revision, trust_remote_code=trust_remote_code
+        )
+        yield where, how
+
+
+def _settings(arguments: Any) -> list[dict[str, str]]:
+    """What the models' own files say of their layers: those of named weights may be edited, too."""
+    if arguments is None:
+        return []
+    return [settings_digests(*each) for each in _models(arguments)]
 
 
 def _loader_settings(arguments: Any) -> Any:
@@ -233,7 +245,16 @@ def _doubts(arguments: Any, options: HiCacheOptions) -> Iterator[str]:
 
 def _shaping(arguments: Any) -> dict[str, str]:
     picked = {name: getattr(arguments, name, None) for name in SHAPING_ARGUMENTS}
-    return {name: str(value) for name, value in picked.items() if value is not None}
+    return {name: _told(value) for name, value in picked.items() if value is not None}
+
+
+def _told(value: Any) -> str:
+    """A value as text; of a file's path, what is in the file as well."""
+    text = str(value)
+    try:
+        return f"{text} {content_digest(Path(text))}" if Path(text).is_file() else text
+    except (OSError, ValueError):  # no path, or one that only the engine may read
+        return text
 
 
 def _dtype_of(pool: Any) -> str:
