@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvd_client.integrations.vllm import plugin
+from kvd_client.integrations.vllm.connector import choose_spec
 
 
 def test_connector_and_spec_are_found_by_name_alone() -> None:
@@ -46,6 +48,26 @@ def test_loading_the_plugin_imports_nothing_of_vllm() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def transferring(**options: Any) -> Any:
+    """What of vLLM's configuration the choice of a spec looks at."""
+    transfer = SimpleNamespace(kv_connector_extra_config=options)
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize("name", ["KvdOfloadingSpec", "", 7, None, ["KvdOffloadingSpec"]])
+def test_what_is_no_spec_is_refused_with_its_field_and_the_way_out(name: Any) -> None:
+    said = re.escape(f"kv_connector_extra_config: spec_name is {name!r}, allowed is KvdOff")
+    with pytest.raises(ValueError, match=f"{said}.*leave it out"):
+        choose_spec(transferring(spec_name=name))
+
+
+def test_another_spec_of_vllms_or_of_a_named_module_is_left_to_vllm() -> None:
+    assert choose_spec(transferring())
+    assert choose_spec(transferring(spec_name="KvdOffloadingSpec"))
+    assert not choose_spec(transferring(spec_name="CPUOffloadingSpec"))
+    assert not choose_spec(transferring(spec_name="Theirs", spec_module_path="theirs.spec"))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
+from kvd_client.integrations.option_fields import wrong
 from kvd_client.integrations.vllm.events import DeviceResets, KvEvents
 from kvd_client.integrations.vllm.identity.namespace import (
     build_namespace,
@@ -33,7 +34,8 @@ from kvd_client.integrations.vllm.identity.namespace import (
     engine_identity,
 )
 from kvd_client.integrations.vllm.metadata import RankHandshake
-from kvd_client.integrations.vllm.plugin import register_spec
+from kvd_client.integrations.vllm.options import WHERE
+from kvd_client.integrations.vllm.plugin import knows_spec, register_spec
 from kvd_client.integrations.vllm.rank.gpu_rules import check_sleep, check_step_order
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
 from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
@@ -187,12 +189,17 @@ class KvdConnector(OffloadingConnector):
 def choose_spec(vllm_config: VllmConfig) -> bool:
     """Name kvd's spec in the connector's options where the user named none. Whether it is kvd's.
 
-    A load within the step can't fail safely with several cache groups, so there is none.
+    A load within the step can't fail safely with several cache groups, so there is none. ValueError
+    for what is no name of a spec.
     """
     register_spec()
     assert vllm_config.kv_transfer_config is not None
     extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if extra_config.setdefault("spec_name", SPEC_NAME) != SPEC_NAME:
+    name = extra_config.setdefault("spec_name", SPEC_NAME)
+    if name != SPEC_NAME:
+        is_made_elsewhere = bool(extra_config.get("spec_module_path"))
+        if not isinstance(name, str) or not (is_made_elsewhere or knows_spec(name)):
+            raise ValueError(wrong(WHERE, "spec_name", name, f"{SPEC_NAME}; leave it out"))
         return False
     if extra_config.get("sync_load_budget_bytes"):
         log.warning("kvd: sync_load_budget_bytes is set to 0: a load in the step can't fail safely")

@@ -35,6 +35,11 @@ def register_spec() -> None:
         _register(factory, "register_spec", name, module)
 
 
+def knows_spec(name: str) -> bool:
+    """Whether vLLM has a spec of this name."""
+    return name in getattr(_find(SPEC_FACTORY, "OffloadingSpecFactory"), "_registry", {})
+
+
 def _find(module: str, name: str) -> Any:
     """The factory; None in a vLLM that has none."""
     try:
