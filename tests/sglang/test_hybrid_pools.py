@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
+from kvd_client.batches import BlockBatches
 from kvd_client.integrations.sglang.backend import KvdHiCache
 from kvd_client.integrations.sglang.hits import PoolHits, fold
 from tests.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeBackend
 from tests.sglang.rig import (
+    HURRIED,
     PAGE_TOKENS,
     PATIENCE_S,
     extra_config,
@@ -259,3 +262,51 @@ def test_groups_of_blocks_have_a_word_of_their_own() -> None:
     flags = np.array([True, True, True, True, False, True])
     groups = PoolHits(name="c4", policy="block_groups", flags=flags, block_pages=8, group_pages=2)
     assert fold(3, [groups]) == ([1, 2, 3], {"c4": 16})
+
+
+@pytest.mark.parametrize("is_get", [True, False], ids=["get", "set"])
+def test_a_hung_daemon_costs_one_deadline_not_one_for_each_namespace(
+    make_daemon: Callable[[], DaemonProcess], is_get: bool
+) -> None:
+    """MLA's pages and states are two."""
+    daemon = make_daemon()
+    daemon.start()
+    kv, states = host_pool(mla_device_pool()), state_pool()
+    extra = extra_config(daemon.socket, **HURRIED)
+    backend = KvdHiCache(storage_config(extra, is_mla_model=True))
+    try:
+        backend.register_mem_pool_host(kv)
+        backend.register_mem_host_pool_v2(states, PoolName.MAMBA)
+        backend.on_host_pools_registered()
+        for batches in backend._opened:
+            assert batches.wait_usable(PATIENCE_S), batches.problem
+            batches._connection._silence_s = 600.0  # so that no stall of the machine's ends it
+        pages = PoolTransfer(
+            name=PoolName.KV, keys=KEYS, host_indices=kv.alloc(PAGES * PAGE_TOKENS)
+        )
+        state = PoolTransfer(name=PoolName.MAMBA, keys=KEYS[:1], host_indices=torch.tensor([1]))
+        moved = {PoolName.KV: [True] * PAGES, PoolName.MAMBA: [True]}
+        assert backend.batch_set_v2([pages, state]) == moved
+        daemon.freeze()
+        awaited: list[BlockBatches] = []
+        for batches in backend._opened:
+            note_waits(batches, awaited)
+        move = backend.batch_get_v2 if is_get else backend.batch_set_v2
+        state.keys = pages.keys = KEYS if is_get else [each[::-1] for each in KEYS]
+        state.keys = state.keys[:1]
+        assert move([pages, state]) == {PoolName.KV: [False] * PAGES, PoolName.MAMBA: [False]}
+        assert len(awaited) == 1
+    finally:
+        daemon.thaw()
+        backend.close()
+
+
+def note_waits(batches: BlockBatches, awaited: list[BlockBatches]) -> None:
+    """From here on, whoever waits for jobs is noted."""
+    wait = batches._wait
+
+    def wait_and_note(*given: Any, **named: Any) -> list[bool]:
+        awaited.append(batches)
+        return wait(*given, **named)
+
+    batches._wait = wait_and_note  # type: ignore[method-assign]

@@ -498,15 +498,17 @@ class BlockBatches:
             time.sleep(min(max(POLL_S, waited * POLL_SHARE), POLL_MAX_S))
         if is_late:
             log.warning("kvd: %d stores have not ended in %.1f s", len(left), waited)
-            self._notice_silence()
+            self.notice_silence()
         return done
 
     def _give_up(self, stores: Sequence[int]) -> None:
         """From now on their blocks may be overwritten. Called under the lock."""
         self._worker.flush_step(StepPlan(flush=tuple(stores)))
 
-    def _notice_silence(self) -> None:
+    def notice_silence(self) -> None:
         """Ask the daemon anything: one that is silent is left alone for a while."""
+        if not self.is_usable:
+            return
         self._ask(self._new_request(), [SoughtKeys(0, [bytes(self._hash_bytes)])])
 
     @property

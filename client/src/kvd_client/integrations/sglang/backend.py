@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -281,16 +282,29 @@ class KvdHiCache(HiCacheStorage):
         for entries in runs.values():
             batches = self._places[_name(transfers[entries[0][0]].name)].batches
             several = [run for _, run in entries]
-            if is_get:
-                done = batches.load(several)
-            else:
-                stored = batches.store(several)
-                done = [
-                    [ok] * len(run.block_hashes) for ok, run in zip(stored, several, strict=True)
-                ]
+            done = self._load(batches, several) if is_get else self._store(batches, several)
             for (number, _), each in zip(entries, done, strict=True):
                 moved[number] = each
         return moved
+
+    def _load(self, batches: BlockBatches, runs: Sequence[BlockRun]) -> list[list[bool]]:
+        began = time.monotonic()
+        loaded = batches.load(runs)
+        self._look_at_others(batches, time.monotonic() - began > self.options.load_deadline_s)
+        return loaded
+
+    def _store(self, batches: BlockBatches, runs: Sequence[BlockRun]) -> list[list[bool]]:
+        began = time.monotonic()
+        stored = batches.store(runs)
+        self._look_at_others(batches, time.monotonic() - began > self.options.store_deadline_s)
+        return [[ok] * len(run.block_hashes) for ok, run in zip(stored, runs, strict=True)]
+
+    def _look_at_others(self, late: BlockBatches, is_late: bool) -> None:
+        """A daemon that has cost one namespace's deadline is not waited for in each of the others:
+        SGLang ends its threads within 10 s, or fails."""
+        for batches in self._opened if is_late else ():
+            if batches is not late:
+                batches.notice_silence()
 
     # -- the rest ---------------------------------------------------------------------------
 
