@@ -45,10 +45,13 @@ def weights(directory: Path, content: bytes) -> str:
 @pytest.fixture
 def namespace_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamespaceOf:
     """The namespace of one pool's pages, under these of SGLang's arguments."""
-    pool = HostPool("kv", host_pool(mha_device_pool()))
+    device_pool = mha_device_pool()
     model = weights(tmp_path / "model", b"the model's")
 
-    def make(options: HiCacheOptions = OPTIONS, **given: Any) -> NamespaceFields:
+    def make(
+        options: HiCacheOptions = OPTIONS, pool: HostPool | None = None, **given: Any
+    ) -> NamespaceFields:
+        pool = pool or HostPool("kv", host_pool(device_pool))  # an engine that has just begun
         arguments = SimpleNamespace(
             **{"model_path": model, "revision": None, "model_loader_extra_config": "{}"} | given
         )
@@ -104,6 +107,20 @@ def test_a_model_whose_files_say_otherwise_computes_otherwise(
     assert len({each.model_config_digest for each in made}) == len(made)
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6}')
     assert namespace_of(options) == made[-1]
+
+
+def test_an_engine_that_is_attached_once_more_goes_on_with_the_files_that_it_read(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    """What lies there now is for its next start."""
+    pool = HostPool("kv", host_pool(mha_device_pool()))
+    at_start = namespace_of(pool=pool)
+    weights(tmp_path / "model", b"the next release's")
+    (tmp_path / "model" / "config.json").write_text('{"rope_scaling": {"rope_type": "yarn"}}')
+    assert namespace_of(pool=pool) == at_start
+    next_start = namespace_of()
+    assert next_start.weights_id != at_start.weights_id
+    assert next_start.model_config_digest != at_start.model_config_digest
 
 
 def test_a_drafter_whose_files_say_otherwise_computes_otherwise(

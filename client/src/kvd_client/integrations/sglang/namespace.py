@@ -12,10 +12,11 @@ import json
 import logging
 import os
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvd_client.draft import wire_text
 from kvd_client.identity import EngineIdentity, Group, NamespaceFields
@@ -23,6 +24,7 @@ from kvd_client.integrations.digests import digest_of
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
 from kvd_client.integrations.weights import (
+    WeightsName,
     content_digest,
     name_weights,
     settings_digests,
@@ -77,6 +79,16 @@ WEIGHTS_ARGUMENTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_
 STARTING_ARGUMENTS = ("random_seed", "port", "nccl_port", "dist_init_addr", "base_gpu_id")
 
 
+class ModelFiles(NamedTuple):
+    """Of the model, its drafter and others: what the weights are called, and what else they say."""
+
+    weights: list[WeightsName]
+    settings: list[dict[str, str]]
+
+
+_files_at_start: weakref.WeakKeyDictionary[Any, ModelFiles] = weakref.WeakKeyDictionary()
+
+
 def key_of(key: str) -> bytes:
     """A key of SGLang's as the daemon takes it: the digest itself, or one of another text."""
     digests = _digests(key, 1)
@@ -112,7 +124,8 @@ def build_namespace(
     hold alike: of these there is one copy.
     """
     arguments = server_arguments()
-    weights, doubts = _weights(arguments, options)
+    files = _files(pools[0].pool, arguments)
+    weights, doubts = _weights(files, options)
     doubts += [*_doubts(arguments, options)]
     if doubts and not options.unshared:
         log.warning("kvd: this engine shares no pages, nor with its next start: %s", doubts)
@@ -126,7 +139,7 @@ def build_namespace(
         tenant=options.tenant,
         account=options.account,
         model=wire_text(short_model_name(str(model))),
-        model_config_digest=digest_of([_shaping(arguments), _settings(arguments)]),
+        model_config_digest=digest_of([_shaping(arguments), files.settings]),
         weights_id=wire_text(weights),
         quantization=wire_text(str(getattr(arguments, "quantization", None) or "")),
         kv_dtype=wire_text(" ".join(sorted({_dtype_of(each.pool) for each in pools}))),
@@ -190,15 +203,29 @@ def server_arguments() -> Any:
         return None
 
 
-def _weights(arguments: Any, options: HiCacheOptions) -> tuple[str, list[str]]:
+def _weights(files: ModelFiles, options: HiCacheOptions) -> tuple[str, list[str]]:
     """What model, drafter and others are called, and why that can't be known."""
     if options.weights_id:
         return f"named:{options.weights_id}", []
-    if arguments is None:
+    if not files.weights:
         return "", ["SGLang's arguments are not known here; set weights_id"]
-    names = [name_weights(*each) for each in _models(arguments)]
-    problems = [f"{each.problem}; set weights_id" for each in names if each.problem]
-    return " ".join(each.name for each in names), problems[:1]
+    problems = [f"{each.problem}; set weights_id" for each in files.weights if each.problem]
+    return " ".join(each.name for each in files.weights), problems[:1]
+
+
+def _files(pool: Any, arguments: Any) -> ModelFiles:
+    """As they were when the pool's first backend was made: an engine that a backend is attached to
+    once more goes on with what it read at its start, whatever lies there by now."""
+    if arguments is None:
+        return ModelFiles([], [])
+    if pool not in _files_at_start:
+        models = list(_models(arguments))
+        _files_at_start[pool] = ModelFiles(
+            [name_weights(*each) for each in models],
+            # Those of named weights may be edited, too.
+            [settings_digests(*each) for each in models],
+        )
+    return _files_at_start[pool]
 
 
 def _models(arguments: Any) -> Iterator[tuple[Any, Any]]:
@@ -220,13 +247,6 @@ def _models(arguments: Any) -> Iterator[tuple[Any, Any]]:
             model=str(path), revision=revision, trust_remote_code=trust_remote_code
         )
         yield where, how
-
-
-def _settings(arguments: Any) -> list[dict[str, str]]:
-    """What the models' own files say of their layers: those of named weights may be edited, too."""
-    if arguments is None:
-        return []
-    return [settings_digests(*each) for each in _models(arguments)]
 
 
 def _loader_settings(arguments: Any) -> Any:
