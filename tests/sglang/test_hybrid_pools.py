@@ -209,8 +209,13 @@ def test_a_pool_that_came_later_is_served_too(make_backend: MakeBackend) -> None
 
 
 def test_pools_outside_memory_files_are_refused_with_the_way_out(kvd: DaemonProcess) -> None:
+    """The first one while SGLang can still undo the attach."""
     backend = KvdHiCache(storage_config(extra_config(kvd.socket)))
-    backend.register_mem_pool_host(host_pool(mha_device_pool(), allocator="default"))
+    outside = host_pool(mha_device_pool(), allocator="default")
+    with pytest.raises(ValueError, match='"allocator": "shm"'):
+        backend.register_mem_pool_host(outside)
+    backend.register_mem_pool_host(host_pool(mha_device_pool()))
+    backend.register_mem_host_pool_v2(outside, PoolName.DRAFT)
     with pytest.raises(ValueError, match='"allocator": "shm"'):
         backend.on_host_pools_registered()
     backend.close()

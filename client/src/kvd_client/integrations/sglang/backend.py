@@ -78,9 +78,14 @@ class KvdHiCache(HiCacheStorage):
     # -- pools ------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Raises for a pool that the daemon can't have: an attach that fails here SGLang undoes.
+
+        One that fails once all pools are known leaves it half attached, and no other is taken.
+        """
         super().register_mem_pool_host(mem_pool_host)
         self._is_anchor_logical = not holds_bytes(mem_pool_host)
         if not self._is_anchor_logical:
+            HostPool(KV, mem_pool_host)
             self.registered_pools[KV] = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
