@@ -6,6 +6,7 @@ Each reader returns the value or raises ValueError, which says what would do: "i
 from __future__ import annotations
 
 import grp
+import ipaddress
 import os
 import pwd
 import re
@@ -273,12 +274,36 @@ def gid_of(group: str) -> int:
         raise
 
 
+# Underscores and other letters than English ones do occur; what is looked up may fail all the same.
+_HOST_NAME = re.compile(r"[\w-]+(?:\.[\w-]+)*\.?")
+_LIKE_IPV4 = re.compile(r"[\d.]+")
+MOST_HOST_NAME_BYTES = 253  # RFC 1035, without its length bytes
+
+
 def read_address(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    """An address, or what may be a host's name: whether it is one is known once it is used."""
+    if not isinstance(value, str) or not (_is_address(value) or _may_be_host(value)):
         raise ValueError(
-            "an address or host name; :: means every one of this machine, 0.0.0.0 those of IPv4"
+            "an address or host name, without a port or brackets;"
+            " :: means every one of this machine, 0.0.0.0 those of IPv4"
         )
     return value
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _may_be_host(text: str) -> bool:
+    return (
+        len(text.encode(errors="replace")) <= MOST_HOST_NAME_BYTES
+        and _HOST_NAME.fullmatch(text) is not None
+        and _LIKE_IPV4.fullmatch(text) is None
+    )
 
 
 _PLACE = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]]+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")

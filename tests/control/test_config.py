@@ -162,6 +162,25 @@ def test_an_address_is_text(write, value: str) -> None:  # type: ignore[no-untyp
         load(file=write(f"http_address = {value}\n"))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(" ", "a b", "127.0.0.1 ", "node\n", "a..b", "x" * 254),
+        *("127.0.0.1:9470", "[::1]", "127.0.0.1/8", "256.1.1.1", "::1::", "*"),
+    ],
+)
+def test_what_can_be_no_address_is_refused_before_anything_is_begun(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"http_address is .*without a port or brackets"):
+        load("--http-address", value)
+
+
+@pytest.mark.parametrize(
+    "value", ["::", "::1", "fe80::1%eth0", "0.0.0.0", "node-1.example.", "my_node", "bücher.org"]
+)
+def test_addresses_and_names_of_hosts_are_taken(value: str) -> None:
+    assert load("--http-address", value).http_address == value
+
+
 def test_a_byte_order_mark_which_no_editor_shows_is_named(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="byte order mark: save it as UTF-8 without one"):
         load(file=write('\ufeffpolicy = "lru"\n'))
