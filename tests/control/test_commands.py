@@ -388,6 +388,14 @@ def test_a_size_is_asked_for_as_it_may_be_given(
     assert "memory" not in said
 
 
+def test_where_there_is_no_such_tenant_it_is_said_where_tenants_are(
+    running: RunningDaemon, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quota", "nobody", "1GiB", "--socket", running.socket]) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no tenant 'nobody': `kvd quota` lists those that there are; `tenants` in" in said
+
+
 def test_the_live_screen_names_sessions_and_what_moved(
     stored: RunningDaemon, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,11 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         tenant = TenantId(request.tenant)
         before = self._driver.machine.quota_of(tenant)
         if before is None and all(rule.tenant != tenant for rule in self._tenants.rules):
-            raise InvalidArgument(f"there is no tenant {request.tenant!r}", "tenant")
+            raise InvalidArgument(
+                f"there is no tenant {request.tenant!r}: `kvd quota` lists those that there are;"
+                " `tenants` in the configuration file, with a reload, makes others",
+                "tenant",
+            )
         if request.quota_bytes > MAX_QUOTA_BYTES:
             raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
         evicted: int | None = None
