@@ -51,8 +51,10 @@ from kvd.pool.config import COMFORTABLE_EXTENTS, PoolError
 from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
 from kvd.processes import release
+from kvd.processes.complaints import NO_MORE_PROCESSES, finds_no_thread
 from kvd.runtime.driver import Driver
 from kvd.runtime.probes import native_probes
+from kvd.runtime.threads import NoThread, require_threads
 from kvd.runtime.tiers import terms_of
 
 log = logging.getLogger(__name__)
@@ -403,13 +405,20 @@ def serve(config: Config, read: Callable[[], Config]) -> int:
     try:
         descriptors.raise_limit()
         descriptors.require_enough()
+        require_threads()
 
         async def run() -> int:
             return await Daemon(Reloader(config, read), floods).run()
 
         return uvloop.run(run())
-    except (PoolError, NotTrustedError, SocketTaken, OSError) as error:
+    except (PoolError, NotTrustedError, SocketTaken, OSError, NoThread) as error:
         log.critical("%s", error)
+        made.remove()
+        return EXIT_FAILED
+    except RuntimeError as error:
+        if not finds_no_thread(error):
+            raise
+        log.critical("%s", NO_MORE_PROCESSES)
         made.remove()
         return EXIT_FAILED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,12 +11,39 @@ from typing import TypeVar
 
 from kvd.processes.complaints import NO_MORE_PROCESSES
 
+# Of a daemon that serves nobody: all but gRPC's one for each processor, and a few for work.
+LEAST_THREADS = 12
+OF_GRPC = (4, 16)  # from, and up to; without them gRPC tries again for ever, and serves nobody
 Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
 class NoThread(RuntimeError):
     """None can be had now; says which limits to raise."""
+
+
+def require_threads() -> None:
+    """NoThread where a daemon could not have the threads without which it serves nobody.
+
+    They are tried: the kernel counts by user and by each control group above this one.
+    """
+    least, most = OF_GRPC
+    wanted = LEAST_THREADS + min(max(least, os.cpu_count() or 1), most)
+    begun: list[threading.Thread] = []
+    may_end = threading.Event()
+    try:
+        for _ in range(wanted):
+            thread = threading.Thread(target=may_end.wait, name="kvd-tried", daemon=True)
+            thread.start()
+            begun.append(thread)
+    except RuntimeError:
+        raise NoThread(
+            f"a daemon needs {wanted} threads, and finds {len(begun)}: {NO_MORE_PROCESSES}"
+        ) from None
+    finally:
+        may_end.set()
+        for thread in begun:
+            thread.join()
 
 
 async def to_its_end(work: Callable[[Given], None], given: Given) -> None:

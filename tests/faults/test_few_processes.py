@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,33 @@ def scene(group: FewProcesses, own_scene: MakeScene) -> Scene:
     scene.daemon.behind = group.behind
     scene.daemon.start()
     return scene
+
+
+@pytest.mark.parametrize("allowed", [3, 10])
+def test_a_start_without_threads_ends_and_names_the_limits(
+    group: FewProcesses, own_scene: MakeScene, allowed: int
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.behind = group.behind
+    group.allow(allowed)
+    scene.daemon.launch()
+    wait_until(lambda: scene.daemon.has_ended, "its end", 60.0)
+    assert re.search(
+        r"needs \d+ threads, and finds \d+: there are as many.*TasksMax", log_of(scene)
+    )
+    assert "Traceback" not in log_of(scene)
+
+
+def test_a_start_that_then_finds_no_thread_for_the_pool_names_the_limits(
+    own_scene: MakeScene, patched: Patched, tmp_path: Path
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(NO_THREADS)
+    (tmp_path / "full").touch()
+    scene.daemon.launch()
+    wait_until(lambda: scene.daemon.has_ended, "its end", 60.0)
+    assert "there are as many processes and threads as there may be" in log_of(scene)
+    assert "Traceback" not in log_of(scene)
 
 
 def log_of(scene: Scene) -> str:
