@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
+from kvd.runtime.threads import NoThread
+
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8192
@@ -160,8 +162,7 @@ class HttpServer:
             there = " ".join(sorted(self._pages))
             status, kind, content = 404, TEXT, f"not here; there are {there}\n".encode()
         else:
-            answer = page()
-            status, kind, content = answer if isinstance(answer, tuple) else await answer
+            status, kind, content = await _content_of(page)
         lines = (
             f"HTTP/1.1 {status} {_REASONS[status]}",
             f"Content-Type: {kind}",
@@ -172,6 +173,14 @@ class HttpServer:
             "",
         )
         return "\r\n".join(lines).encode() + (b"" if method == "HEAD" else content)
+
+
+async def _content_of(page: Page) -> Answer:
+    try:
+        answer = page()
+        return answer if isinstance(answer, tuple) else await answer
+    except NoThread as error:
+        return 503, TEXT, f"not now: {error}\n".encode()
 
 
 async def try_to_listen(address: str, port: int) -> None:

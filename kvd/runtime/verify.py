@@ -15,6 +15,7 @@ import enum
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from kvd.core.upkeep.verify import Finding, SomeBlocks
 from kvd.mover.checksums import checksums, differ
 from kvd.pool.pool import Pool
 from kvd.pool.verify import EXTENTS_AT_ONCE, NAMES_AT_ONCE, CoreBlocks, Flags
+from kvd.runtime.threads import apart
 from kvd.runtime.turns import FairQueue
 
 MAX_FINDINGS = 64  # in one answer; more are counted
@@ -83,7 +85,10 @@ class Verifier:
         self._looking = asyncio.Lock()
 
     async def look(self, part: Stage, after: int, *, with_bytes: bool) -> Look:
-        """One part, or of the blocks a share; the next begins where the answer says."""
+        """One part, or of the blocks a share; the next begins where the answer says.
+
+        NoThread where bytes are to be read, and there is no thread for that.
+        """
         look = Look()
         async with self._looking:
             match part:
@@ -209,7 +214,7 @@ class Verifier:
         path = files.extents.files.path(extent)
         place = f"{core.row_place(row)}, extent {extent}"
         try:
-            sums = await asyncio.to_thread(_sums_of, path, ordinals * size, size)
+            sums = await apart(partial(_sums_of, path, ordinals * size, size))
         except OSError as error:
             look.add([Finding("files", str(path), f"it can't be read: {error.strerror}")])
             return

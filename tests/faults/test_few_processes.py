@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from kvd.cli.verify import ask
 from tests.faults.conftest import Patched
 from tests.faults.scene import MakeScene, Scene
 from tests.few_processes import FewProcesses, few_processes
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 
@@ -26,6 +31,7 @@ def group() -> Iterator[FewProcesses]:
 def scene(group: FewProcesses, own_scene: MakeScene) -> Scene:
     scene = own_scene(starts=False)
     scene.daemon.behind = group.behind
+    scene.daemon.flags["http-port"] = free_port()
     scene.daemon.start()
     return scene
 
@@ -93,6 +99,25 @@ def test_a_reload_that_finds_no_thread_says_so_and_changes_nothing(
     group.allow(None)
     os.kill(scene.daemon.pid, signal.SIGHUP)
     wait_until(lambda: "the settings were reloaded" in log_of(scene), "a reload")
+
+
+def test_verify_and_the_page_of_metrics_say_that_there_is_no_thread(
+    group: FewProcesses, scene: Scene
+) -> None:
+    engine = scene.engine("one")
+    assert engine.store("some", 20) == 20
+    port = scene.daemon.flags["http-port"]
+    group.allow(0)
+    with pytest.raises(grpc.RpcError, match="no thread to read bytes in: there are as many"):
+        ask(scene.daemon.socket, 20.0, with_bytes=True)
+    assert ask(scene.daemon.socket, 20.0, with_bytes=False).blocks
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20)
+    assert refused.value.code == 503
+    assert b"TasksMax" in refused.value.read()
+    assert "Traceback" not in log_of(scene)
+    group.allow(None)
+    assert ask(scene.daemon.socket, 20.0, with_bytes=True).bytes
 
 
 NO_THREADS = """

@@ -14,9 +14,10 @@ from kvd.control.services.explain import explain
 from kvd.control.services.record import write_all
 from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.control.sessions.session import SessionContext
-from kvd.core.errors import InvalidArgument
+from kvd.core.errors import InvalidArgument, LimitExceeded
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.runtime.driver import Driver
+from kvd.runtime.threads import NoThread
 from kvd.runtime.verify import Stage, Verifier
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
@@ -178,7 +179,10 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             part = Stage(request.part)
         except ValueError:
             raise InvalidArgument(f"there is no part {request.part}", "part") from None
-        look = await self._verifier.look(part, request.after, with_bytes=request.with_bytes)
+        try:
+            look = await self._verifier.look(part, request.after, with_bytes=request.with_bytes)
+        except NoThread as error:
+            raise LimitExceeded(f"no thread to read bytes in: {error}") from None
         return pb.VerifyResponse(
             findings=[
                 pb.Finding(invariant=each.invariant, place=each.place, problem=each.problem)
