@@ -583,3 +583,26 @@ def test_store_that_is_killed_again_and_again_gives_no_wrong_byte(tmp_path: Path
             found += has_right(store, n)
         store.close()
     assert found > 200
+
+
+@pytest.mark.parametrize("name", ["lock", "slab", "index.sqlite.set-aside", "index.sqlite-wal"])
+def test_a_directory_in_place_of_a_file_is_named_with_what_to_do(
+    directory: Path, name: str
+) -> None:
+    (directory / name).unlink(missing_ok=True)
+    (directory / name / "full").mkdir(parents=True)
+    if name == "index.sqlite.set-aside":
+        (directory / "index.sqlite").unlink()
+        (directory / "index.sqlite").mkdir()
+    with pytest.raises(TierUnusable, match=f"^directories: .*{name}.*: remove it"):
+        opened(directory)
+    shutil.rmtree(directory / name)
+    opened(directory).close()
+
+
+def test_an_index_that_is_a_directory_is_set_aside(directory: Path) -> None:
+    (directory / "index.sqlite").unlink()
+    (directory / "index.sqlite" / "full").mkdir(parents=True)
+    opened(directory).close()
+    assert (directory / "index.sqlite.set-aside" / "full").is_dir()
+    assert (directory / "index.sqlite").is_file()

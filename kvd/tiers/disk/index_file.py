@@ -106,7 +106,10 @@ class IndexFile:
                 known = self._read()
             except (OSError, sqlite3.Error) as again:
                 self.close()
-                raise TierUnusable(f"{self._path} can't be made: {again}") from again
+                raise TierUnusable(
+                    f"directories: {self._path} can't be made ({again}): remove it, and what begins"
+                    " with its name"
+                ) from again
             return replace(known, was_lost=was_there)
         except OSError as error:
             self.close()

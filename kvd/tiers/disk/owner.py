@@ -10,6 +10,7 @@ from pathlib import Path
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.tiers.store import TierUnusable
 
+NOT_PLAIN = "directories: {} is no plain file, and the tier has one of that name: remove it"
 _OWNER_BYTES = 32
 
 
@@ -21,6 +22,8 @@ def owned(directory: Path) -> int:
     except NotTrustedError as error:
         raise TierUnusable(str(error)) from error
     except OSError as error:
+        if error.errno == errno.EISDIR:
+            raise TierUnusable(NOT_PLAIN.format(directory / "lock")) from error
         raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

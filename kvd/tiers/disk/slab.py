@@ -22,6 +22,7 @@ from kvd.tiers.disk.files import (
     rounded_up,
 )
 from kvd.tiers.disk.options import ALIGN, DiskOptions
+from kvd.tiers.disk.owner import NOT_PLAIN
 from kvd.tiers.store import TierUnusable
 
 log = logging.getLogger(__name__)
@@ -102,10 +103,12 @@ class Slab:
             except OSError as error:
                 if extra and error.errno == errno.EINVAL:
                     continue
+                if error.errno == errno.EISDIR:
+                    raise TierUnusable(NOT_PLAIN.format(self._path)) from error
                 raise self._unusable("can't be opened", error) from error
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                raise TierUnusable(f"{self._path} is no plain file; remove it")
+                raise TierUnusable(NOT_PLAIN.format(self._path))
             if extra and not self._takes_direct(fd):
                 os.close(fd)
                 continue
