@@ -268,7 +268,7 @@ def start_warm(directory: Path, blocks: int) -> dict[str, Any]:
     regions = -(-blocks * size // (64 * MIB))
     options = DiskOptions((place,), regions * 64 * MIB)
     files = _Unreserved()
-    disk = Disk(place, options, files)
+    disk = Disk(place, options, files, ())
     identity = disk.slab.identity
     disk.begin([disk.seed], 0)
     disk.close()
@@ -289,7 +289,7 @@ def start_warm(directory: Path, blocks: int) -> dict[str, Any]:
     give_memory_back()
     before = _resident()
     for _ in range(3):
-        disk = Disk(place, options, files)
+        disk = Disk(place, options, files, ())
         began = time.perf_counter()
         disk.begin([disk.seed], 0)
         seconds.append(time.perf_counter() - began)
