@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim planted mutants fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
+.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim sim-vllm planted mutants fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
   gpu-check cluster-up cluster-down release clean
 
 # Where bytecode is not to be written, each of the thousands of processes that tests start would
@@ -75,6 +75,11 @@ sim: ## Simulation of the whole (SEEDS=how many, 200; STEPS=of each, 2000; SEED=
 	@.ci/venv dev
 	@$(BIN)/python -m tests.simulation.whole --seeds $${SEEDS:-200} --steps $${STEPS:-2000} \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+sim-vllm: ## The same with an engine of vLLM's in each world (SEEDS=how many, 20; STEPS; SEED=one; in .venv-vllm)
+	@.ci/venv
+	@.ci/venv vllm && .venv-vllm/bin/python -m tests.vllm.simulated --seeds $${SEEDS:-20} \
+	  --steps $${STEPS:-2000} $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 planted: ## Whether the simulation catches each planted bug, and with how many seeds (ARGS=--seeds 40)
 	@.ci/venv dev

@@ -23,6 +23,10 @@ def withdraw_soon(engine: Engine, memory: RankBytes) -> None:
     loop, daemon, jumps = engine.loop, engine.daemon, engine.loop.jumps
 
     def withdraw() -> None:
+        late_s = loop.stalled_until + WITHDRAWN_S - loop.now
+        if late_s > 0:  # nobody could end its mover meanwhile
+            loop.outside(late_s, withdraw)
+            return
         memory.is_withdrawn = daemon is engine.daemon and jumps == loop.jumps
 
     loop.outside(WITHDRAWN_S, withdraw)

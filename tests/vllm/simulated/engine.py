@@ -325,7 +325,8 @@ class VllmEngine(ClientEngine):
 class VllmWish(Wish):
     """A prompt of its own is computed, stored, and loaded after the device has forgotten it.
 
-    A lazy engine stores what its device gives away, and wants that alone.
+    A lazy engine stores what its device gives away; and of several groups each may have lost its
+    rows before the next has them. Such engines want some of their blocks stored, and no more.
     """
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -338,7 +339,7 @@ class VllmWish(Wish):
     @property
     def is_served(self) -> bool:
         engine = self._engine
-        if engine.is_lazy:
+        if engine.is_lazy or len(engine.shapes) > 1:
             return engine.stores_done > self._stored
         return engine.stand.taken.cached_tokens.get(self._name, 0) > 0
 

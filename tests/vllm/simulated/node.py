@@ -16,7 +16,7 @@ from tests.simulation.whole import client
 from tests.simulation.whole.hazards import replaced
 from tests.simulation.whole.world import World
 from tests.vllm import bytes_stand, scheduler_stand
-from tests.vllm.simulated_engine import Rows, VllmConnection, VllmEngine
+from tests.vllm.simulated.engine import Rows, VllmConnection, VllmEngine
 
 FULL, WINDOW = (16,), (16, 40)  # tokens of a block, window
 SHAPES = ((FULL,), (FULL, WINDOW), (FULL, (32, 70)))
@@ -39,23 +39,22 @@ class VllmWorld(World):
         shapes = SHAPES[self.seed % len(SHAPES)]
         groups = tuple(Group(tokens_per_block=32, shard_bytes=(client.BYTES,)) for _ in shapes)
         self.clients += 1
-        self.engines.append(
-            VllmEngine(
-                "/vllm",  # where it would find its daemon, too
-                client.model_of("vllm", "red", 101, groups),
-                self.loop,
-                self.random,
-                self.meanings,
-                self.note,
-                groups=groups,
-                threads=self.threads,
-                links=self.links,
-                shapes=shapes,
-                model_folder=self._folder,
-                is_lazy=self.seed // len(SHAPES) % 3 == 2,
-                rows=Rows(),
-            )
+        self.served = VllmEngine(
+            "/vllm",  # where it would find its daemon, too
+            client.model_of("vllm", "red", 101, groups),
+            self.loop,
+            self.random,
+            self.meanings,
+            self.note,
+            groups=groups,
+            threads=self.threads,
+            links=self.links,
+            shapes=shapes,
+            model_folder=self._folder,
+            is_lazy=self.seed // len(SHAPES) % 3 == 2,
+            rows=Rows(),
         )
+        self.engines.append(self.served)
 
 
 def _in_force(world: World) -> AbstractContextManager[None]:

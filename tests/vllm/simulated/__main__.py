@@ -1,0 +1,69 @@
+"""Worlds with an engine of vLLM's, by seed: --seeds 20 --steps 2000; --seed N tells one journal.
+
+vLLM's scheduler, the connector and the client are real, the daemon as in the other worlds; time,
+threads, sockets, movers and the model are not (tests/vllm/simulated/engine.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.simulation.whole.__main__ import told
+from tests.simulation.whole.world import SimFailure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="this one alone, with its whole journal")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=2000)
+    asked = parser.parse_args()
+    os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+    seeds = range(asked.first, asked.first + asked.seeds) if asked.seed is None else [asked.seed]
+    with tempfile.TemporaryDirectory() as folder:
+        return run(seeds, asked.steps, Path(folder), tells_all=asked.seed is not None)
+
+
+def run(seeds: range | list[int], steps: int, folder: Path, *, tells_all: bool) -> int:
+    """A line for each, and one for all of them; 1 where one has failed."""
+    from tests.vllm.scheduler_stand import write_model
+    from tests.vllm.simulated.node import VllmWorld
+
+    model = write_model(folder)
+    failed = stores = loads = 0
+    began = time.monotonic()
+    for seed in seeds:
+        world = VllmWorld(seed, steps, model)
+        try:
+            world.run()
+        except SimFailure as failure:
+            failed += 1
+            print(told(failure), flush=True)
+        else:
+            engine = world.served
+            stores += engine.stores_done
+            loads += engine.loads_done
+            if tells_all:
+                print("\n".join(world.journal))
+            print(
+                f"seed {seed}: {world.events} events, vLLM started {engine.starts} times,"
+                f" {engine.stores_done} stores, {engine.loads_done} loads, {world.journal.digest}",
+                flush=True,
+            )
+        gc.collect()
+    print(
+        f"{len(seeds)} seeds of {steps} steps: {failed} failed; {stores} stores, {loads} loads,"
+        f" {time.monotonic() - began:.0f} s"
+    )
+    return min(1, failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Some worlds of the simulation with an engine of vLLM's in each."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+SEEDS, STEPS = 4, 1500
+SECONDS = 300.0
+
+
+def test_what_vllm_stores_and_loads_is_right_whatever_befalls_the_node() -> None:
+    command = [sys.executable, "-m", "tests.vllm.simulated"]
+    command += ["--seeds", str(SEEDS), "--steps", str(STEPS)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    summary = ran.stdout.splitlines()[-1]
+    stores, loads = map(int, re.findall(r"(\d+) stores, (\d+) loads", summary)[0])
+    assert stores > 10 * SEEDS, summary
+    assert loads > SEEDS, summary
+
+
+def test_a_seed_says_all_that_happens() -> None:
+    command = [sys.executable, "-m", "tests.vllm.simulated", "--seeds", "1", "--steps", "300"]
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+        for _ in range(2)
+    )
+    assert first.stdout.splitlines()[0] == second.stdout.splitlines()[0]
