@@ -76,7 +76,7 @@ sim: ## Simulation of the whole (SEEDS=how many, 200; STEPS=of each, 2000; SEED=
 	@$(BIN)/python -m tests.simulation.whole --seeds $${SEEDS:-200} --steps $${STEPS:-2000} \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-sim-vllm: ## The same with an engine of vLLM's in each world (SEEDS=how many, 20; STEPS; SEED=one; in .venv-vllm)
+sim-vllm: ## The same with an engine of vLLM in each world (SEEDS=how many, 20; in .venv-vllm)
 	@.ci/venv
 	@.ci/venv vllm && .venv-vllm/bin/python -m tests.vllm.simulated --seeds $${SEEDS:-20} \
 	  --steps $${STEPS:-2000} $(if $(SEED),--seed $(SEED)) $(ARGS)
