@@ -14,8 +14,8 @@ from tests.tidy.source import ROOT
 TARGETS = {
     "bench", "bench-lmcache", "bench-sglang", "bench-vllm", "chaos", "clean",
     "cluster-down", "cluster-up", "conformance-sglang", "conformance-vllm", "demo", "demo-gpu",
-    "fuzz", "gpu-check", "help", "lint", "mutants", "planted", "proto", "release", "sim", "soak",
-    "test", "test-sglang", "test-vllm", "type", "venv",
+    "fuzz", "gpu-check", "help", "lint", "mutants", "planted", "proto", "release", "sim",
+    "sim-vllm", "soak", "test", "test-sglang", "test-vllm", "type", "venv",
 }  # fmt: skip
 
 
