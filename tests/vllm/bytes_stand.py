@@ -8,8 +8,9 @@ that was ever stored. Blocks and a stand's groups have one memory, as vLLM lays 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class Computed:
     tokens: int
     tables: list[set[int]]
     states: list[int | None] = field(default_factory=list)  # where each group's state lies
+
+
+def _require(says: str, is_right: Callable[..., bool], *what: Any) -> None:
+    assert is_right(*what), says
 
 
 class BytesStand(Stand):
@@ -138,7 +143,7 @@ class BytesStand(Stand):
         names = list(scheduled.num_scheduled_tokens)
         steps = [self._prepare(name, scheduled.num_scheduled_tokens[name]) for name in names]
         for copy in scheduled.kv_cache_block_copies or ():
-            self.blocks[copy.dst_block_id] = self.blocks[copy.src_block_id]
+            self.launch(partial(self._copy, copy.dst_block_id, copy.src_block_id))
         with (
             set_forward_context(None, self.config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduled) as told,
@@ -165,8 +170,18 @@ class BytesStand(Stand):
             ]
             self._computed[name] = Computed(tokens, [set() for _ in self.groups], states)
 
+    def launch(self, what: Callable[[], None]) -> None:
+        """What the device does next, after all that it was told before; here at once."""
+        what()
+
+    def _copy(self, to: int, source: int) -> None:
+        self.blocks[to] = self.blocks[source]
+
     def _spoil(self, blocks: Sequence[int]) -> None:
-        self.blocks[blocks] = np.uint64(time.monotonic_ns())
+        self.launch(partial(self._write_over, blocks, np.uint64(time.monotonic_ns())))
+
+    def _write_over(self, blocks: Sequence[int], word: np.uint64) -> None:
+        self.blocks[blocks] = word
 
     def _spoil_loaded(self, orders: KvdConnectorMetadata) -> None:
         """Blocks that loads were given, before these begin."""
@@ -197,13 +212,15 @@ class BytesStand(Stand):
             says = f"{name}: group {place} of {first} tokens, and {scheduled}: {table}"
             if memory.shape.recurrent:
                 before = known.states[place]
-                if before is not None:
-                    assert memory.is_state(table[before], numbers[first - 1]), says
                 known.states[place] = now = (end - 1) // memory.shape.tokens
-                memory.write_state(table[now], numbers[end - 1])
+                if before is not None:
+                    of_before = table[before], numbers[first - 1]
+                    self.launch(partial(_require, says, memory.is_state, *of_before))
+                self.launch(partial(memory.write_state, table[now], numbers[end - 1]))
                 continue
-            assert memory.are_right(table, numbers, memory.shape.attended(first)), says
-            memory.write(table, numbers, range(first, end))
+            attended = memory.shape.attended(first)
+            self.launch(partial(_require, says, memory.are_right, table, numbers, attended))
+            self.launch(partial(memory.write, table, numbers, range(first, end)))
         known.tokens = end
         return [] if request.is_prefill_chunk else [tokens[end]]
 

@@ -53,10 +53,10 @@ class LateDevice(Device):
         self._free_s = 0.0  # when it has computed all that was launched
 
     def write(self, group: int, block: int, offset: int, label: object) -> None:
-        self._tell(partial(super().write, group, block, offset, label))
+        self.launch(partial(super().write, group, block, offset, label))
 
     def holds(self, group: int, block: int, offset: int, label: object) -> bool:
-        self._tell(partial(self._check, group, block, offset, label))
+        self.launch(partial(self._check, group, block, offset, label))
         return True
 
     def _check(self, group: int, block: int, offset: int, label: object) -> None:
@@ -64,22 +64,28 @@ class LateDevice(Device):
             f"the model reads what is not its own: block {block} of group {group}, {offset}"
         )
 
-    def _tell(self, what: Callable[[], None]) -> None:
+    def launch(self, what: Callable[[], None]) -> None:
+        """Have it do this after all that it was told before."""
         if not self._is_over:
             self._told.append(what)
             self._counted += 1
 
     def computed(self) -> Callable[[], None]:
+        has_come = self.begin()
+
+        def wait() -> None:
+            self._threads.wait_until(has_come, None)
+
+        return wait
+
+    def begin(self) -> Callable[[], bool]:
+        """Let it begin with all that it was told so far; whether that is done."""
         loop, mark = self._threads.loop, self._counted
         took_s = self._drawn.random() * self._behind_s
         furthest_s = loop.now + STEPS_AHEAD * self._behind_s
         self._free_s = min(furthest_s, max(self._free_s, loop.now) + took_s)
         loop.outside(self._free_s - loop.now, self._compute, mark)
-
-        def wait() -> None:
-            self._threads.wait_until(lambda: self._done >= mark, None)
-
-        return wait
+        return lambda: self._done >= mark
 
     def _compute(self, mark: int) -> None:
         while self._told and self._done < mark:

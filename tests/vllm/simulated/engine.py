@@ -8,12 +8,16 @@ movers, as for the simulation's other clients (tests/simulation/whole/client.py)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvd.core.keys import SessionId
@@ -33,7 +37,8 @@ from tests.simulation.whole.client import (
     ClientEngine,
     WatchedConnection,
 )
-from tests.simulation.whole.client_threads import ProcessGone
+from tests.simulation.whole.client_device import LateDevice
+from tests.simulation.whole.client_threads import ProcessGone, Threads
 from tests.simulation.whole.drawn import hash_of
 from tests.simulation.whole.ranks import Engine, Wish
 from tests.vllm.bytes_stand import BytesStand
@@ -52,6 +57,7 @@ OPTIONS = {"weights_id": "drawn", "offload_prompt_only": False, "register_wait_s
 ARRIVALS, RESETS = 0.2, 0.01  # of the steps
 FORGOTTEN = 0.05  # of the steps: the device's cache alone is reset
 WANTED_TOKENS = 70  # of a prompt that is to be stored and loaded in the end
+COMPUTED_S = 60.0  # a step's end has come by then
 STUCK_S = 60.0  # a request that may go on has gone on by then
 MOST_PRESSED = 4  # prompts at a time
 
@@ -95,6 +101,35 @@ class SimStand(BytesStand):
 
     start_number = ""
     have_joined = False
+    device: LateDevice | None = None  # none: what is launched is done
+
+    def launch(self, what: Callable[[], None]) -> None:
+        if self.device is None:
+            super().launch(what)
+        else:
+            self.device.launch(what)
+
+    def _work(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        output = super()._work(scheduled)
+        self._computed_by.append(None if self.device is None else self.device.begin())
+        return output
+
+    def _finish_oldest(self) -> None:
+        """Sampled tokens are there once the step is computed."""
+        has_come = self._computed_by.popleft()
+        if has_come is not None:
+            self.threads.wait_until(has_come, COMPUTED_S)
+        super()._finish_oldest()
+
+    def computed(self) -> Callable[[], None] | None:
+        """In the place of kvd_client's compute_end."""
+        return None if self.device is None else self.device.computed()
+
+    def be_late(self, threads: Threads, behind_s: float, drawn: Random) -> None:
+        """Have a device from now on that may need so long for a step, at most."""
+        self.threads = threads
+        self._computed_by: deque[Callable[[], bool] | None] = deque()
+        self.device = LateDevice(RankBytes(0, 0), threads, behind_s, drawn) if behind_s else None
 
     def make_layout(self) -> Any:
         self.config.instance_id = self.start_number
@@ -159,7 +194,7 @@ class VllmEngine(ClientEngine):
         self.had = []
         kv_transfer_state._KV_CONNECTOR_AGENT = None  # of the processes before
         options = OPTIONS | {
-            "blocks_per_chunk": 1 if self.is_lazy else BLOCKS_PER_CHUNK,
+            "blocks_per_chunk": 1 if self.is_lazy or self._has_states else BLOCKS_PER_CHUNK,
             "store_mode": "lazy" if self.is_lazy else "eager",
         }
         transfer = with_kvd(self.name, **options)["kv_transfer_config"]
@@ -170,6 +205,7 @@ class VllmEngine(ClientEngine):
         transfer["engine_id"] = self.name
         with hazards.elsewhere(), self._alive():
             self.stand = SimStand(self.model_folder, transfer, self.shapes, STAND)
+        self.stand.be_late(self.threads, self.behind_s, self.random)
         self.rank = self.stand.worker.connector_worker
         manager = self.stand.connector.connector_scheduler.manager
         self.connection: VllmConnection = manager.connection
@@ -179,6 +215,10 @@ class VllmEngine(ClientEngine):
         self.draw = Draw(self.stand, hash_of(self.name) + self.starts, resets=RESETS)
         self.progress = Progress()
         self.pressed = 0
+
+    @property
+    def _has_states(self) -> bool:
+        return any(len(shape) > 2 for shape in self.shapes)
 
     def new_memory(self) -> RankBytes:
         return RowBytes(len(self.shapes), self.rows)
@@ -207,6 +247,8 @@ class VllmEngine(ClientEngine):
     def die(self) -> None:
         """Its step may still stand on the stack: what it does there reaches nobody any more."""
         self.threads.end(self.name)
+        if self.stand.device is not None:
+            self.stand.device.end()
         worker = self.rank._worker
         worker._registrar, worker._jobs = None, JobLedger()
         Engine.die(self)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from kvd_client import Group
 from kvd_client.integrations.vllm import connector, spec
+from kvd_client.integrations.vllm.rank import worker as rank_worker
 from kvd_client.integrations.vllm.scheduling import scheduler
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from tests.simulation.whole import client
@@ -18,8 +20,9 @@ from tests.simulation.whole.world import World
 from tests.vllm import bytes_stand, scheduler_stand
 from tests.vllm.simulated.engine import Rows, VllmConnection, VllmEngine
 
-FULL, WINDOW = (16,), (16, 40)  # tokens of a block, window
-SHAPES = ((FULL,), (FULL, WINDOW), (FULL, (32, 70)))
+FULL, WINDOW, STATE = (16,), (16, 40), (32, 0, True)  # tokens of a block, window, recurrent
+SHAPES = ((FULL,), (FULL, WINDOW), (FULL, (32, 70)), ((32,), STATE, STATE))
+ROOMY_EXTENTS = 40
 
 
 class VllmWorld(World):
@@ -36,6 +39,8 @@ class VllmWorld(World):
 
     def _draw(self) -> None:
         super()._draw()
+        if self.seed % 3 == 1:  # so that more is left there to be loaded
+            self.settings = replace(self.settings, extents=ROOMY_EXTENTS)
         shapes = SHAPES[self.seed % len(SHAPES)]
         groups = tuple(Group(tokens_per_block=32, shard_bytes=(client.BYTES,)) for _ in shapes)
         self.clients += 1
@@ -49,15 +54,16 @@ class VllmWorld(World):
             groups=groups,
             threads=self.threads,
             links=self.links,
+            behind_s=client.BEHIND_S[self.seed // 8 % len(client.BEHIND_S)],
             shapes=shapes,
             model_folder=self._folder,
-            is_lazy=self.seed // len(SHAPES) % 3 == 2,
+            is_lazy=STATE not in shapes and self.seed // len(SHAPES) % 3 == 2,
             rows=Rows(),
         )
         self.engines.append(self.served)
 
 
-def _in_force(world: World) -> AbstractContextManager[None]:
+def _in_force(world: VllmWorld) -> AbstractContextManager[None]:
     """Within, what vLLM's side of the client asks of time is the simulation's."""
     loop = world.loop
     virtual = vars(world.threads.as_time())
@@ -72,6 +78,7 @@ def _in_force(world: World) -> AbstractContextManager[None]:
             (connector, "SchedulerConnection", VllmConnection),
             (spec, "KvdManager", partial(KvdManager, clock=virtual["monotonic"])),
             (scheduler, "time", time),
+            (rank_worker, "compute_end", lambda _device: world.served.stand.computed()),
             (scheduler_stand, "time", time),
             (bytes_stand, "time", time),
         ]
