@@ -6,6 +6,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
+from tests.simulation.planted.bugs import Bug
+from tests.simulation.planted.plant import changed, source_of
+from tests.vllm.simulated import planted
+
 SEEDS, STEPS = 4, 1500
 SECONDS = 300.0
 
@@ -28,3 +34,12 @@ def test_a_seed_says_all_that_happens() -> None:
         for _ in range(2)
     )
     assert first.stdout.splitlines()[0] == second.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("bug", planted.BUGS, ids=[bug.name for bug in planted.BUGS])
+def test_bug_can_be_planted(bug: Bug) -> None:
+    compile(changed(bug, source_of(bug)), bug.module, "exec")
+
+
+def test_a_planted_bug_is_caught() -> None:
+    assert planted.ask_for(0, seeds=1, steps=1000).startswith(f"{planted.CAUGHT} in world 1")

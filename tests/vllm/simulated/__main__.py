@@ -1,5 +1,7 @@
 """Worlds with an engine of vLLM's, by seed: --seeds 20 --steps 2000; --seed N tells one journal.
 
+With --planted: how many worlds it takes to see each bug that is planted in the connector.
+
 vLLM's scheduler, the connector and the client are real, the daemon as in the other worlds; time,
 threads, sockets, movers and the model are not (tests/vllm/simulated/engine.py).
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from tests.simulation.whole.__main__ import told
 from tests.simulation.whole.world import SimFailure
+from tests.vllm.simulated import planted
 
 
 def main() -> int:
@@ -24,11 +27,33 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument(
+        "--planted", nargs="?", const="", metavar="WORDS", help="plant bugs with this in their name"
+    )
+    parser.add_argument("--bug", type=int, help="number of the bug to plant in this process")
     asked = parser.parse_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
+    if asked.planted is not None:
+        return plant_all(asked.planted, asked.seeds, asked.steps)
+    if asked.bug is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            print(planted.live_with(asked.bug, asked.seeds, asked.steps, Path(folder)))
+        return 0
     seeds = range(asked.first, asked.first + asked.seeds) if asked.seed is None else [asked.seed]
     with tempfile.TemporaryDirectory() as folder:
         return run(seeds, asked.steps, Path(folder), tells_all=asked.seed is not None)
+
+
+def plant_all(words: str, seeds: int, steps: int) -> int:
+    """Each bug with these words in its name, in a process of its own; how many were missed."""
+    chosen = [number for number, bug in enumerate(planted.BUGS) if words in bug.name]
+    caught = 0
+    for number in chosen:
+        said = planted.ask_for(number, seeds, steps)
+        caught += said.startswith(planted.CAUGHT)
+        print(f"{planted.BUGS[number].name}: {said}", flush=True)
+    print(f"{caught} of {len(chosen)} caught")
+    return min(1, len(chosen) - caught)
 
 
 def run(seeds: range | list[int], steps: int, folder: Path, *, tells_all: bool) -> int:

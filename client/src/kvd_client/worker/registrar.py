@@ -131,10 +131,11 @@ class Registrar:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             ending = list(self.lost)
-            if self._current is not None and self._stub is not None:
-                ending.append(self._current)
-                self._unregister(self._stub, self._current, timeout_s)
-                self._current.is_unwanted = True
+            stub, current = self._stub, self._current
+            if current is not None and stub is not None:
+                ending.append(current)
+                self._unregister(stub, current, timeout_s)
+                current.is_unwanted = True
         return _have_ended(ending, deadline)
 
     def stop(self, timeout_s: float) -> bool:
