@@ -7,7 +7,9 @@ stands here, by the name that tiers know the namespace by.
   is 0, and another number, at random, after each clear. Where there is no room for another
   namespace, what stores hold of every one gets another name: the first record is for all.
 - Stores that nodes share keep the names, or nodes would find nothing of one another's any more.
-  There a clear is *unsettled* until they have deleted what they hold.
+  There a clear is *unsettled* until they have deleted what they hold, each of them: a record has
+  two bits for each such store, of its tier's name and of where it is. A store that is not in the
+  file now is asked when it is again, under one of the two.
 
 Each record stands there twice, with one seal for both: nothing else knows what was cleared. The
 second copy is written first, then the seal, then the first copy. So whatever was altered, or left
@@ -17,6 +19,7 @@ read and wrote: they cut off the rest.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 from pathlib import Path
@@ -42,9 +45,21 @@ _SEALS = 2 * _RECORDS  # the record in which they begin
 _SEAL_SEED = np.uint64(0x6B76642D67656E73)
 _GENERATION = 2  # of a first copy it is stored last: 0 is nobody's record
 _UNSETTLED = 3
+_OF_ANY = 1  # as earlier releases say it: of whichever stores there are
+_BITS_EACH = 31  # for names; as many for places
+_ALL_BITS = (1 << 64) - 1
 _ALL = 0
 
 Rows = npt.NDArray[np.int64]
+
+
+def bits_of(name: str, place: str) -> int:
+    """Of a store that nodes share: of its tier's name, and of where it is."""
+    by_name, by_place = (
+        int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+        for word in (name, place)
+    )
+    return 2 << by_name % _BITS_EACH | 2 << (_BITS_EACH + by_place % _BITS_EACH)
 
 
 class Generations(MappedTable):
@@ -67,6 +82,7 @@ class Generations(MappedTable):
         except BaseException:
             self.close()
             raise
+        self._present = ~0  # bits of stores that are asked
         used = np.flatnonzero(self._records[1:, _GENERATION]) + 1
         self._rows = {self._records[row, :_GENERATION].tobytes(): row for row in used.tolist()}
 
@@ -94,10 +110,20 @@ class Generations(MappedTable):
         own = 0 if row is None else self._generation(row)
         return self.of_all, own
 
-    def clear(self, name: bytes, *, unsettled: bool) -> bytes:
+    def begin(self, present: int) -> None:
+        """Stores with these bits are asked; what an earlier release left unsettled is theirs."""
+        self._present = present
+        words = self._records[:, _UNSETTLED]
+        old = np.flatnonzero(words & np.uint64(_OF_ANY))
+        if present and old.size:
+            self._records[old, _UNSETTLED] = words[old] & ~np.uint64(_OF_ANY) | np.uint64(present)
+            self._write(old)
+
+    def clear(self, name: bytes, *, unsettled: int) -> bytes:
         """What stores hold of this namespace has another name than what they get from now on.
 
-        Gives the name that is to be settled: this one, or EVERY where there is no room for it.
+        `unsettled`: the bits of those that have yet to delete it. Gives the name that is to be
+        settled: this one, or EVERY where there is no room for it.
         """
         row = self._rows.get(name)
         if row is None:
@@ -107,45 +133,52 @@ class Generations(MappedTable):
                 return EVERY
             self._records[row, :_GENERATION] = np.frombuffer(name, dtype=np.uint64)
             self._rows[name] = row
-        self._records[row, _UNSETTLED] = unsettled
+        self._records[row, _UNSETTLED] |= np.uint64(unsettled)
         self._records[row, _GENERATION] = _fresh()
         self._write(np.array([row]))
         return name
 
-    def clear_all(self, *, unsettled: bool) -> None:
+    def clear_all(self, *, unsettled: int) -> None:
         """What stores hold of any namespace."""
-        self._records[_ALL, _UNSETTLED] = unsettled
+        self._records[_ALL, _UNSETTLED] |= np.uint64(unsettled)
         self._rename_all(list(self._rows))
 
-    def settle(self, name: bytes) -> None:
-        """Stores that nodes share have deleted what they held of it."""
+    def settle(self, name: bytes, bits: int) -> None:
+        """A store with these bits has deleted what it held of it."""
         row = self._rows.get(name) if name else _ALL
         if row is not None:
-            self._records[row, _UNSETTLED] = 0
+            self._records[row, _UNSETTLED] &= ~np.uint64(bits)
             self._write(np.array([row]))
 
-    def unsettled(self) -> list[bytes]:
-        """What they have not deleted yet."""
-        every = [EVERY] if self._records[_ALL, _UNSETTLED] else []
-        return every + [name for name, row in self._rows.items() if self._records[row, _UNSETTLED]]
+    def unsettled(self) -> list[tuple[bytes, int]]:
+        """What is not deleted yet, and the bits of the stores that have yet to."""
+        rows = [(EVERY, _ALL), *self._rows.items()]
+        words = [(name, int(self._records[row, _UNSETTLED])) for name, row in rows]
+        return [(name, bits) for name, bits in words if bits]
 
     def _free_row(self) -> int | None:
         used = set(self._rows.values())
         row = next((row for row in range(1, _RECORDS) if row not in used), None)
         if row is not None:
             return row
-        # All get another name, so that the settled ones need their own no longer.
-        settled = [name for name, row in self._rows.items() if not self._records[row, _UNSETTLED]]
-        return self._rename_all(settled) if settled else None
+        # All get another name, so that those that no store here has to delete need their own no
+        # longer. A store that is not here deletes all when it is.
+        present = np.uint64(self._present & _ALL_BITS)
+        needless = [
+            name for name, row in self._rows.items() if not self._records[row, _UNSETTLED] & present
+        ]
+        return self._rename_all(needless) if needless else None
 
     def _rename_all(self, needless: list[bytes]) -> int:
         """All get another name. Frees the rows of those that need none of their own any more.
 
         Returns one of these, or 0.
         """
+        rows = np.array([self._rows.pop(name) for name in needless], dtype=np.int64)
+        left = np.bitwise_or.reduce(self._records[rows, _UNSETTLED], initial=np.uint64(0))
+        self._records[_ALL, _UNSETTLED] |= left
         self._records[_ALL, _GENERATION] = _fresh()
         self._write(np.array([_ALL]))  # before they lose their own
-        rows = np.array([self._rows.pop(name) for name in needless], dtype=np.int64)
         self._records[rows] = 0
         self._write(rows)
         return int(rows[-1]) if rows.size else _ALL

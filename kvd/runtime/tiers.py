@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 import math
@@ -10,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import or_
 from typing import NamedTuple, assert_never
 
 import numpy as np
@@ -22,7 +24,7 @@ from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
 from kvd.core.upkeep.statistics import Statistics, TierFigures
-from kvd.pool.generations import EVERY, NAME_BYTES
+from kvd.pool.generations import EVERY, NAME_BYTES, bits_of
 from kvd.pool.pool import Pool
 from kvd.runtime import damage
 from kvd.tiers.keeper import TierKeeper
@@ -130,8 +132,10 @@ class Tiers:
             files, summed = self._pool.extent_files, self._pool.payload_checksums
             config = TierConfig(tier, rule.store, rule.options, files, summed, rule.name)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
-        for name in self._pool.generations.unsettled():
-            self._unsettle(name)
+        generations = self._pool.generations
+        generations.begin(self._shared_bits)
+        for name, bits in generations.unsettled():
+            self._unsettle(name, bits)
 
     async def close(self) -> None:
         """End their processes; returns when they are gone."""
@@ -142,14 +146,14 @@ class Tiers:
         generations = self._pool.generations
         name = _namespace_name(self._fingerprint_of(namespace))
         before = generations.of_all
-        if generations.clear(name, unsettled=bool(self._shared)) == EVERY:
-            self._unsettle(EVERY)
+        if generations.clear(name, unsettled=self._shared_bits) == EVERY:
+            self._unsettle(EVERY, self._shared_bits)
         if generations.of_all != before:
             self._all_are_renamed()
 
     def all_cleared(self) -> None:
         """Likewise of every namespace, of those too that are forgotten here."""
-        self._pool.generations.clear_all(unsettled=bool(self._shared))
+        self._pool.generations.clear_all(unsettled=self._shared_bits)
         self._scope_names.clear()
         for tier in self._deleting:
             self._delete(tier, EVERY)
@@ -161,10 +165,20 @@ class Tiers:
             if not self._is_shared(tier):
                 self._doubt(tier)
 
-    def _unsettle(self, name: bytes) -> None:
-        """Stores that nodes share are not asked for it until they have deleted it."""
+    def _unsettle(self, name: bytes, bits: int) -> None:
+        """Stores with any of these bits are not asked for it until they have deleted it."""
         for tier in self._shared:
-            self._delete(tier, name)
+            if self._bits(tier) & bits:
+                self._delete(tier, name)
+
+    def _bits(self, tier: TierId) -> int:
+        rule = self._rules[tier]
+        return bits_of(rule.name, repr((rule.store, sorted(rule.options.items()))))
+
+    @property
+    def _shared_bits(self) -> int:
+        """Of the stores that nodes share, which have to delete what is cleared."""
+        return functools.reduce(or_, map(self._bits, self._shared), 0)
 
     @property
     def _shared(self) -> list[TierId]:
@@ -432,9 +446,10 @@ class Tiers:
             self._doubt(tier)  # it took along what was written meanwhile
         if deletion.fingerprint:
             self._report(ev.TierCleared(tier, deletion.fingerprint))
-        left = any(deletion.name in self._deleting[other] for other in self._shared)
-        if not left:
-            self._pool.generations.settle(deletion.name)
+        if self._is_shared(tier):
+            others = (other for other in self._shared if deletion.name in self._deleting[other])
+            theirs = functools.reduce(or_, map(self._bits, others), 0)
+            self._pool.generations.settle(deletion.name, self._bits(tier) & ~theirs)
 
     def row_unmapped(self, tier: TierId, row: RowId) -> None:
         """The process no longer maps the row."""

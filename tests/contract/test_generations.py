@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvd.pool import generations
-from kvd.pool.generations import EVERY, NAME_BYTES, Generations
+from kvd.pool.generations import EVERY, NAME_BYTES, Generations, bits_of
 
 
 def named(number: int) -> bytes:
@@ -15,15 +15,16 @@ def named(number: int) -> bytes:
 
 
 ONE, TWO, THREE = map(named, (1, 2, 3))
+HERE, THERE = bits_of("here", "a store"), bits_of("there", "another")
 
 
 def test_a_clear_is_known_to_the_next_owner(tmp_path: Path) -> None:
     table = Generations(tmp_path / "table")
     before = table.of(ONE), table.of(TWO)
-    table.clear(ONE, unsettled=False)
+    table.clear(ONE, unsettled=0)
     after = table.of(ONE)
     assert after != before[0]
-    table.clear(ONE, unsettled=False)
+    table.clear(ONE, unsettled=0)
     assert table.of(ONE) not in (before[0], after)
     last = table.of(ONE)
     table.close()
@@ -38,10 +39,10 @@ def test_where_no_record_is_left_every_namespace_is_cleared(tmp_path: Path, more
     table = Generations(tmp_path / "table")
     names = [named(number) for number in range(1, 1 + count + more)]
     for name in names:
-        assert table.clear(name, unsettled=False) == name
+        assert table.clear(name, unsettled=0) == name
     assert all(table.of(name) != (0, 0) for name in names)
     assert (table.of(named(0)) == (0, 0)) == (not more)
-    table.clear(names[0], unsettled=False)
+    table.clear(names[0], unsettled=0)
     assert len({table.of(name) for name in names}) == (3 if more else count)
     table.close()
 
@@ -49,18 +50,18 @@ def test_where_no_record_is_left_every_namespace_is_cleared(tmp_path: Path, more
 def test_what_is_not_deleted_yet_is_known_to_the_next_owner(tmp_path: Path) -> None:
     table = Generations(tmp_path / "table")
     for name in (ONE, TWO, THREE):
-        table.clear(name, unsettled=name != THREE)
-    table.settle(ONE)
-    table.settle(named(9))  # never cleared
+        table.clear(name, unsettled=HERE if name != THREE else 0)
+    table.settle(ONE, HERE)
+    table.settle(named(9), HERE)  # never cleared
     table.close()
     again = Generations(tmp_path / "table")
-    assert again.unsettled() == [TWO]
-    again.clear_all(unsettled=True)
-    assert again.unsettled() == [EVERY]
-    again.clear(TWO, unsettled=True)
-    again.settle(EVERY)
-    assert again.unsettled() == [TWO]
-    again.settle(TWO)
+    assert again.unsettled() == [(TWO, HERE)]
+    again.clear_all(unsettled=HERE)
+    assert again.unsettled() == [(EVERY, HERE)]
+    again.clear(TWO, unsettled=HERE)
+    again.settle(EVERY, HERE)
+    assert again.unsettled() == [(TWO, HERE)]
+    again.settle(TWO, HERE)
     assert again.unsettled() == []
     again.close()
 
@@ -70,15 +71,60 @@ def test_where_no_record_is_left_what_is_not_deleted_stays_known(tmp_path: Path)
     table = Generations(tmp_path / "table")
     names = [named(number) for number in range(1, 1 + count)]
     for name in names:
-        table.clear(name, unsettled=name in (names[0], names[7]))
-    assert table.clear(named(9000), unsettled=True) == named(9000)
-    assert set(table.unsettled()) == {names[0], names[7], named(9000)}
+        table.clear(name, unsettled=HERE if name in (names[0], names[7]) else 0)
+    assert table.clear(named(9000), unsettled=HERE) == named(9000)
+    assert dict(table.unsettled()) == dict.fromkeys((names[0], names[7], named(9000)), HERE)
     for name in names[1:]:
-        table.clear(name, unsettled=True)
+        table.clear(name, unsettled=HERE)
     table.close()
     again = Generations(tmp_path / "table")
-    assert again.unsettled() == [EVERY]  # one too many: all is to be deleted
+    assert again.unsettled() == [(EVERY, HERE)]  # one too many: all is to be deleted
     again.close()
+
+
+def test_each_store_settles_for_itself(tmp_path: Path) -> None:
+    table = Generations(tmp_path / "table")
+    table.begin(THERE)
+    table.clear(ONE, unsettled=THERE)
+    table.clear(TWO, unsettled=THERE)
+    table.settle(TWO, THERE)
+    table.close()
+    again = Generations(tmp_path / "table")
+    again.begin(HERE)
+    again.clear(TWO, unsettled=HERE)
+    for name in (ONE, TWO):
+        again.settle(name, HERE)
+    assert again.unsettled() == [(ONE, THERE)], "that is not here now"
+    again.clear_all(unsettled=HERE)
+    again.settle(EVERY, HERE)
+    assert again.unsettled() == [(EVERY, THERE)]
+    again.close()
+
+
+def test_what_a_store_that_is_away_has_yet_to_delete_takes_no_record_for_ever(
+    tmp_path: Path,
+) -> None:
+    count = generations.MAX_CLEARED_NAMESPACES
+    table = Generations(tmp_path / "table")
+    table.begin(HERE)
+    for number in range(1, 1 + count):
+        table.clear(named(number), unsettled=THERE)
+    assert table.clear(named(9000), unsettled=HERE) == named(9000), "not all is to be deleted here"
+    assert dict(table.unsettled()) == {EVERY: THERE, named(9000): HERE}
+    table.close()
+
+
+def test_what_an_earlier_release_left_unsettled_is_left_to_every_store_that_is_here(
+    tmp_path: Path,
+) -> None:
+    table = Generations(tmp_path / "table")
+    table.clear(ONE, unsettled=1)
+    table.begin(0)
+    assert table.unsettled() == [(ONE, 1)]
+    table.begin(HERE | THERE)
+    table.settle(ONE, HERE & ~THERE)
+    assert table.unsettled() == [(ONE, THERE)]
+    table.close()
 
 
 COPY = (generations.MAX_CLEARED_NAMESPACES + 1) * 32  # bytes; two of them, then a seal a record
@@ -93,9 +139,9 @@ def answers(table: Generations) -> object:
 def cleared(directory: Path) -> tuple[bytes, object]:
     """The file of a table with clears of every kind, and what it says."""
     table = Generations(directory / AT)
-    table.clear_all(unsettled=False)
+    table.clear_all(unsettled=0)
     table.clear(ONE, unsettled=True)
-    table.clear(TWO, unsettled=False)
+    table.clear(TWO, unsettled=0)
     said = answers(table)
     table.close()
     return (directory / AT).read_bytes(), said
@@ -123,7 +169,7 @@ def test_any_one_bit_of_the_table_may_be_another(tmp_path: Path) -> None:
 def test_a_clear_that_a_kill_cut_off_stands_there_wholly_or_not_at_all(tmp_path: Path) -> None:
     before, said = cleared(tmp_path)
     table = Generations(tmp_path / AT)
-    table.clear(ONE, unsettled=False)
+    table.clear(ONE, unsettled=0)
     later = answers(table)
     table.close()
     after = (tmp_path / AT).read_bytes()

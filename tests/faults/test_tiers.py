@@ -413,6 +413,35 @@ def test_a_clear_that_a_shared_store_did_not_do_yet_lasts_longer_than_the_daemon
         wait_until(lambda: one.load("second", 200) == 200, "what was stored since", 30.0)
 
 
+def test_a_clear_that_a_shared_store_did_not_do_yet_is_not_done_by_another_one(
+    tmp_path: Path,
+) -> None:
+    """The store is not in the file for a while, and another one is."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    stubborn = tmp_path / "stubborn"
+    one_store = shared(tmp_path)
+    another = shared(elsewhere).replace('name = "memory"', 'name = "other"')
+    with tiered(tmp_path, one_store) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        stubborn.touch()
+        scene.clear()
+        generation = 1
+        for store in (another, one_store):
+            scene.kill_daemon()
+            (tmp_path / "kvd.toml").write_text(store)
+            scene.daemon.start()
+            generation = one.wait_usable(generation)
+            wait_for_tier(scene)
+            if store is another:
+                wait_found_below(one, one, "second")  # it serves, so it has deleted what it should
+                stubborn.unlink()
+        wait_found_below(one, one, "third")
+        assert one.load("first", 200) == 0
+
+
 def test_the_end_of_engines_is_not_held_up_by_a_tier(tmp_path: Path) -> None:
     with tiered(tmp_path) as scene:
         wait_for_tier(scene)
