@@ -27,7 +27,6 @@ from kvd_client.worker.jobs import JobLedger
 from tests.simulation.whole import hazards
 from tests.simulation.whole.bytes import ROTTEN, ZEROS, Content, RankBytes
 from tests.simulation.whole.client import (
-    BYTES,
     COUNTED_S,
     DRAINED_S,
     LONGEST_STEP_S,
@@ -49,10 +48,9 @@ from tests.vllm.node_daemon import PATIENT, with_kvd
 from tests.vllm.scheduler_stand import StandOptions
 
 STAND = StandOptions(
-    num_blocks=60, max_requests=8, step_tokens=128, longest=640, model_seconds=0.002
+    num_blocks=44, max_requests=8, step_tokens=128, longest=640, model_seconds=0.002
 )
 ROW_BYTES = WORDS * WORD_BITS // 8
-BLOCKS_PER_CHUNK = BYTES // ROW_BYTES
 OPTIONS = {"weights_id": "drawn", "offload_prompt_only": False, "register_wait_s": 0.0}
 ARRIVALS, RESETS = 0.2, 0.01  # of the steps
 FORGOTTEN = 0.05  # of the steps: the device's cache alone is reset
@@ -181,6 +179,7 @@ class VllmEngine(ClientEngine):
     shapes: tuple[tuple[Any, ...], ...] = field(kw_only=True)
     model_folder: str = field(kw_only=True)
     is_lazy: bool = field(kw_only=True)
+    width: int = field(kw_only=True)  # engine blocks in one of kvd's
     rows: Rows = field(kw_only=True)
     stores_done: int = 0  # of all its lives, as `loads_done`
 
@@ -194,7 +193,7 @@ class VllmEngine(ClientEngine):
         self.had = []
         kv_transfer_state._KV_CONNECTOR_AGENT = None  # of the processes before
         options = OPTIONS | {
-            "blocks_per_chunk": 1 if self.is_lazy or self._has_states else BLOCKS_PER_CHUNK,
+            "blocks_per_chunk": self.width,
             "store_mode": "lazy" if self.is_lazy else "eager",
         }
         transfer = with_kvd(self.name, **options)["kv_transfer_config"]
@@ -215,10 +214,6 @@ class VllmEngine(ClientEngine):
         self.draw = Draw(self.stand, hash_of(self.name) + self.starts, resets=RESETS)
         self.progress = Progress()
         self.pressed = 0
-
-    @property
-    def _has_states(self) -> bool:
-        return any(len(shape) > 2 for shape in self.shapes)
 
     def new_memory(self) -> RankBytes:
         return RowBytes(len(self.shapes), self.rows)

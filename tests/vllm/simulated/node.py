@@ -21,7 +21,16 @@ from tests.vllm import bytes_stand, scheduler_stand
 from tests.vllm.simulated.engine import Rows, VllmConnection, VllmEngine
 
 FULL, WINDOW, STATE = (16,), (16, 40), (32, 0, True)  # tokens of a block, window, recurrent
-SHAPES = ((FULL,), (FULL, WINDOW), (FULL, (32, 70)), ((32,), STATE, STATE))
+# The groups, and how many engine blocks make one of kvd's.
+SHAPES = (
+    ((FULL,), 1),
+    ((FULL, WINDOW), 2),
+    ((FULL,), 2),
+    ((FULL, (32, 70)), 1),
+    ((FULL, WINDOW), 1),
+    (((32,), STATE, STATE), 1),
+)
+ACTS = 0.5  # of a world's steps are vLLM's
 ROOMY_EXTENTS = 40
 
 
@@ -41,7 +50,7 @@ class VllmWorld(World):
         super()._draw()
         if self.seed % 3 == 1:  # so that more is left there to be loaded
             self.settings = replace(self.settings, extents=ROOMY_EXTENTS)
-        shapes = SHAPES[self.seed % len(SHAPES)]
+        shapes, width = SHAPES[self.seed % len(SHAPES)]
         groups = tuple(Group(tokens_per_block=32, shard_bytes=(client.BYTES,)) for _ in shapes)
         self.clients += 1
         self.served = VllmEngine(
@@ -57,10 +66,19 @@ class VllmWorld(World):
             behind_s=client.BEHIND_S[self.seed // 8 % len(client.BEHIND_S)],
             shapes=shapes,
             model_folder=self._folder,
-            is_lazy=STATE not in shapes and self.seed // len(SHAPES) % 3 == 2,
+            is_lazy=width == 1 and STATE not in shapes and self.seed // len(SHAPES) % 2 == 1,
+            width=width,
             rows=Rows(),
         )
         self.engines.append(self.served)
+
+    def _do_one(self) -> None:
+        served = self.served
+        if served.daemon is self.daemon and self.random.random() < ACTS:
+            self.note(f"{served.name} acts")
+            served.act()
+        else:
+            super()._do_one()
 
 
 def _in_force(world: VllmWorld) -> AbstractContextManager[None]:
