@@ -30,7 +30,8 @@ def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 async def test_work_that_found_no_thread_is_never_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever wanted it tries again, and then lets go of what it works on."""
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(2))
+    executor = ThreadPoolExecutor(2)
+    loop.set_default_executor(executor)
     may_end, done = threading.Event(), list[str]()
     busy = loop.run_in_executor(None, may_end.wait)  # of the threads that there are
     monkeypatch.setattr(threading.Thread, "start", _no_thread)
@@ -38,6 +39,8 @@ async def test_work_that_found_no_thread_is_never_done(monkeypatch: pytest.Monke
         await to_its_end(done.append, "a row is zeroed")
     may_end.set()
     await busy
+    assert executor._idle_semaphore.acquire(timeout=20.0)  # its thread is idle a moment later
+    executor._idle_semaphore.release()
     await to_its_end(done.append, "another, behind it")
     monkeypatch.undo()
     assert done == ["another, behind it"]

@@ -88,19 +88,6 @@ def test_who_finds_no_process_for_its_mover_hurts_nobody_and_gets_one_later(
         assert other.load("meanwhile", 20) == 20
 
 
-def test_a_reload_that_finds_no_thread_says_so_and_changes_nothing(
-    group: FewProcesses, scene: Scene
-) -> None:
-    group.allow(0)
-    os.kill(scene.daemon.pid, signal.SIGHUP)
-    said = "the settings were not reloaded, and nothing has changed: there are as many"
-    wait_until(lambda: said in log_of(scene), "a line")
-    assert "Traceback" not in log_of(scene)
-    group.allow(None)
-    os.kill(scene.daemon.pid, signal.SIGHUP)
-    wait_until(lambda: "the settings were reloaded" in log_of(scene), "a reload")
-
-
 def test_verify_and_the_page_of_metrics_say_that_there_is_no_thread(
     group: FewProcesses, scene: Scene
 ) -> None:
@@ -143,3 +130,31 @@ def test_a_rank_leaves_in_order_where_no_thread_can_be_had(
     engine.close()
     wait_until(lambda: not scene.status().sessions, "its end")
     assert "new thread" not in log_of(scene)
+
+
+NO_NEW_THREADS = """
+import pathlib
+import threading
+start = threading.Thread.start
+def start_if_any(self):
+    if pathlib.Path(__file__).with_name("full").exists():
+        raise RuntimeError("can't start new thread")
+    start(self)
+threading.Thread.start = start_if_any
+"""
+
+
+def test_a_reload_that_finds_no_thread_says_so_and_changes_nothing(
+    own_scene: MakeScene, patched: Patched, tmp_path: Path
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(NO_NEW_THREADS)
+    scene.daemon.start()
+    (tmp_path / "full").touch()
+    os.kill(scene.daemon.pid, signal.SIGHUP)
+    said = "the settings were not reloaded, and nothing has changed: there are as many"
+    wait_until(lambda: said in log_of(scene), "a line")
+    assert "Traceback" not in log_of(scene)
+    (tmp_path / "full").unlink()
+    os.kill(scene.daemon.pid, signal.SIGHUP)
+    wait_until(lambda: "the settings were reloaded" in log_of(scene), "a reload")
