@@ -42,11 +42,6 @@ BUGS = (
         after="self._worker.start_loads(metadata.plan, None)",
     ),
     _rank(
-        "jobs of a lost session that nobody writes off",
-        before="            self._worker.write_off(step.lost)\n",
-        after="            pass\n",
-    ),
-    _rank(
         "jobs that were never sent and are not reported",
         before="for job_id in step.refused]",
         after="for job_id in ()]",
@@ -88,24 +83,12 @@ BUGS = (
         after="            if False:\n",
         was_ours=True,
     ),
-    _lazy(
-        "reset that lazy mode does not hear of",
-        before="        self._computed.clear()\n        self._dealt_with.clear()\n",
-        after="",
-    ),
     _bug(
         "blocks that the reuse filter never hears of",
         "scheduling.manager",
         "        self.touch(fresh, req_context)\n",
         "",
         was_ours=True,
-    ),
-    _bug(
-        "hit that is a block too long",
-        "scheduling.manager",
-        "        return self._lookups.hit_run(self.tracked(req_context), group, stretch)\n",
-        "        run = self._lookups.hit_run(self.tracked(req_context), group, stretch)\n"
-        "        return run if run is None else min(len(stretch), run + 1)\n",
     ),
 )
 
