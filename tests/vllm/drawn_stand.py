@@ -188,12 +188,26 @@ def served(stand: BytesStand, _connection: Any, name: str, length: int) -> dict[
     return {"found": stand.taken.cached_tokens[name]}
 
 
+def reset_twice(stand: BytesStand, _connection: Any, name: str) -> dict[str, Any]:
+    """Two resets with no step between them, while stores are under way; how many there were."""
+    stand.add(stand.request(name, prompt(name, 96), 8))
+    for _ in range(2):
+        stand.step()
+    stand.finish_steps()
+    under_way = len(stand.connector.connector_scheduler._jobs)
+    for _ in range(2):
+        stand.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    stand.drain()
+    return {"under way": under_way, "left": stand.left()}
+
+
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "drawn": drawn,
     "skipping": skipping,
     "bounded": bounded,
     "tail": tail,
     "served": served,
+    "reset twice": reset_twice,
 }
 
 

@@ -39,6 +39,13 @@ def test_who_reads_no_cache_stores_again_after_a_reset(fork_server: None, kvd: N
         assert told["after"] >= 6, "what it computed anew is of after the reset"
 
 
+def test_two_resets_may_come_between_two_steps(fork_server: None, kvd: NodeDaemon) -> None:
+    with stand_process("drawn_stand", kvd.socket, [FULL], {}) as ask:
+        told = ask(("reset twice", "reset twice"))
+        assert told["under way"]
+        assert told["left"] == {}
+
+
 def test_a_state_beyond_what_a_request_lets_be_stored_is_not(
     fork_server: None, kvd: NodeDaemon
 ) -> None:

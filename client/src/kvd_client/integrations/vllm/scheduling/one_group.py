@@ -185,7 +185,12 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
             self._unfence(job_id)
 
     def reset_cache(self) -> None:
+        # Of two resets between two steps vLLM takes the second for one amid a step.
+        to_flush: set[int] = self._current_batch_jobs_to_flush
+        flushed = to_flush.copy()
+        to_flush.clear()
         super().reset_cache()
+        self._current_batch_jobs_to_flush.update(flushed)
         self._fenced_lists.clear()
         self._fenced_blocks = 0
 
