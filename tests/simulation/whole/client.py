@@ -306,16 +306,19 @@ class ClientEngine(Engine):
 
     def act(self) -> None:
         """One step, whether there is a daemon or none."""
-        self.look()
-        if self.daemon is not None and not self.daemon.is_gone:
-            self.connect(self.daemon)
-        self.threads.process = self.name
+        self._begin_turn()
         moved = MOVED_FROM_A_STOPPED if self.loop.is_stalled else MOVED
         if not self.is_plain and self.careless.source.random() < moved:
             self.move_memory()
         before = self.careless.tokens_loaded
         self.careless.turn()
         self.loads_done += self.careless.tokens_loaded > before
+
+    def _begin_turn(self) -> None:
+        self.look()
+        if self.daemon is not None and not self.daemon.is_gone:
+            self.connect(self.daemon)
+        self.threads.process = self.name
 
     def move_memory(self) -> None:
         """Its KV goes elsewhere, as for a pause of the engine: all that was computed is gone."""
@@ -333,6 +336,10 @@ class ClientEngine(Engine):
         deadline = self.loop.now + MOVED_S
         while not self.side.worker.unregister(self.careless.source.choice(PATIENCE_S)):
             assert self.loop.now < deadline, "the rank's memory is not taken back in time"
+        self._withdraw_memory()
+
+    def _withdraw_memory(self) -> None:
+        """The client has said that nothing is copied there any more."""
         self.memory[0].is_withdrawn = True
         living = [each for each in self.had if each.is_alive]
         assert not living, "a rank's memory is given back, and its mover lives (I4)"

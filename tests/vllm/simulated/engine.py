@@ -299,12 +299,6 @@ class VllmEngine(ClientEngine):
         with contextlib.suppress(RuntimeError):  # some load
             self.stand.scheduler.reset_prefix_cache(reset_running_requests=True)
 
-    def _begin_turn(self) -> None:
-        self.look()
-        if self.daemon is not None and not self.daemon.is_gone:
-            self.connect(self.daemon)
-        self.threads.process = self.name
-
     def move_memory(self) -> None:
         """As where vLLM sleeps: nothing runs, and nothing of its cache is of use any more."""
         if not self.draw.reset((True, True)):
@@ -319,9 +313,7 @@ class VllmEngine(ClientEngine):
 
     def take_memory_back(self) -> None:
         self.rank.unregister_kv_caches()
-        self.memory[0].is_withdrawn = True
-        living = [each for each in self.had if each.is_alive]
-        assert not living, "a rank's memory is given back, and its mover lives (I4)"
+        self._withdraw_memory()
 
     def session_epoch(self, epoch: str) -> None:
         self._begin_turn()
