@@ -32,6 +32,8 @@ def main() -> int:
     )
     parser.add_argument("--bug", type=int, help="number of the bug to plant in this process")
     asked = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # vLLM's sets of names have an order by it
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONHASHSEED": "0"})
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
     if asked.planted is not None:
         return plant_all(asked.planted, asked.seeds, asked.steps)
@@ -58,10 +60,9 @@ def plant_all(words: str, seeds: int, steps: int) -> int:
 
 def run(seeds: range | list[int], steps: int, folder: Path, *, tells_all: bool) -> int:
     """A line for each, and one for all of them; 1 where one has failed."""
-    from tests.vllm.scheduler_stand import write_model
-    from tests.vllm.simulated.node import VllmWorld
+    from tests.vllm.simulated.node import VllmWorld, model_in
 
-    model = write_model(folder)
+    model = model_in(folder)
     failed = stores = loads = 0
     began = time.monotonic()
     for seed in seeds:

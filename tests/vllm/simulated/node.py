@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +34,13 @@ ACTS = 0.5  # of a world's steps are vLLM's
 ROOMY_EXTENTS = 40
 
 
+def model_in(folder: Path) -> str:
+    """A model in a new folder. Each run's has one name, as its namespace is called by it."""
+    named = folder / "simulated"
+    named.mkdir()
+    return scheduler_stand.write_model(named)
+
+
 class VllmWorld(World):
     """A world as any other of its seed, and an engine of vLLM's among its engines."""
 
@@ -42,7 +49,6 @@ class VllmWorld(World):
         self._folder = model_folder
 
     def run(self) -> World:
-        os.environ["PYTHONHASHSEED"] = "0"  # of which vLLM makes the hash of no block
         with _in_force(self):
             return super().run()
 

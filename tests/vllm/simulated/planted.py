@@ -96,10 +96,9 @@ BUGS = (
 def live_with(number: int, seeds: int, steps: int, folder: Path) -> str:
     """Worlds with the bug in this process, until one fails."""
     plant(BUGS[number])
-    from tests.vllm.scheduler_stand import write_model
-    from tests.vllm.simulated.node import VllmWorld
+    from tests.vllm.simulated.node import VllmWorld, model_in
 
-    model = write_model(folder)
+    model = model_in(folder)
     for seed in range(seeds):
         try:
             VllmWorld(seed, steps, model).run()
