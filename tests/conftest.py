@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import hangs, leaks
+from tests import hangs, leaks, process_logs
 from tests.daemon_process import DaemonProcess
 
 # No example is judged by how long it took: these machines stall. CI draws the same examples each
@@ -39,6 +39,7 @@ collect_ignore = [each for each in ("vllm", "sglang") if importlib.util.find_spe
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(hangs, "tests.hangs")
+    config.pluginmanager.register(process_logs, "tests.process_logs")
 
 
 def pytest_report_header() -> list[str]:

@@ -165,6 +165,13 @@ class Engine:
         values: dict[str, float] = self._wait_for("counted")["values"]
         return values
 
+    def wait_for_count(self, name: str, least: float) -> None:
+        """Returns once a metric has come to so much; the engine has something to do until then."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.count(name) < least:
+            assert time.monotonic() < deadline, f"{name} < {least}:\n{self._last_words()}"
+            time.sleep(0.01)
+
     def wait_for_daemon(self, after: int = 0) -> None:
         """Returns once the engine's session can be used, one with a higher number than `after`.
 

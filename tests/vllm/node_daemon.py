@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvd.cli.status import ask
@@ -40,7 +41,14 @@ def with_kvd(socket: str, **options: Any) -> dict[str, Any]:
 
 
 class NodeDaemon(DaemonProcess):
-    """A daemon process that can be asked."""
+    """A daemon process that can be asked.
+
+    A mover that a test holds, or that a busy machine does, is not ended within `PATIENT`'s times.
+    """
+
+    def __init__(self, directory: Path, pool: Path) -> None:
+        super().__init__(directory, pool)
+        self.flags = {"submit-deadline-seconds": 120, "copy-deadline-seconds": 120}
 
     def status(self) -> operator_pb2.StatusResponse:
         return ask(self.socket, PATIENCE_SECONDS)

@@ -23,7 +23,7 @@ def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
     load begins in another step.
     """
     daemon = make_daemon()
-    daemon.flags = {"lease-ttl-ms": 60_000}
+    daemon.flags |= {"lease-ttl-ms": 60_000}
     daemon.start()
     return daemon
 

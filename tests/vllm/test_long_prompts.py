@@ -21,7 +21,7 @@ def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
     """A daemon of which one prompt may lease all, for as long as a busy machine takes."""
     daemon = make_daemon()
     daemon.pool_bytes = 128 << 20
-    daemon.flags = {"lease-ttl-ms": 60_000, "lease-share": 0.9}
+    daemon.flags |= {"lease-ttl-ms": 60_000, "lease-share": 0.9}
     daemon.start()
     return daemon
 

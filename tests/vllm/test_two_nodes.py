@@ -65,7 +65,7 @@ def nodes(
     made = [make_daemon(), make_daemon()]
     for daemon in made:
         daemon.behind = network.host().command
-        daemon.flags = {"config": config}
+        daemon.flags |= {"config": config}
         daemon.start()
         wait_until(lambda daemon=daemon: daemon.status().tiers[0].serving, "the tier", 60.0)  # type: ignore[misc]
     return made
