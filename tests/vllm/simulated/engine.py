@@ -54,7 +54,9 @@ ROW_BYTES = WORDS * WORD_BITS // 8
 OPTIONS = {"weights_id": "drawn", "offload_prompt_only": False, "register_wait_s": 0.0}
 ARRIVALS, RESETS = 0.2, 0.01  # of the steps
 FORGOTTEN = 0.05  # of the steps: the device's cache alone is reset
-WANTED_TOKENS = 70  # of a prompt that is to be stored and loaded in the end
+INTERRUPTED, INTERRUPTED_S = 0.1, 0.05  # of the steps, and for how long at most
+BROKEN = 0.1  # of these
+PRESSED_TOKENS = 70  # of a prompt of those that take room from others
 COMPUTED_S = 60.0  # a step's end has come by then
 STUCK_S = 60.0  # a request that may go on has gone on by then
 MOST_PRESSED = 4  # prompts at a time
@@ -140,13 +142,15 @@ class SimStand(BytesStand):
 
 
 class VllmConnection(WatchedConnection):
-    """Knows which of its jobs are stores."""
+    """Knows which of its jobs are stores. Before a step is sent others may run: `interrupt`."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.stores: set[int] = set()
+        self.interrupt: Callable[[], None] = lambda: None
 
     def send_step(self, step: StepDraft) -> bool:
+        self.interrupt()
         self.stores.update(job.job_id for job in step.stores)
         return super().send_step(step)
 
@@ -180,6 +184,7 @@ class VllmEngine(ClientEngine):
     model_folder: str = field(kw_only=True)
     is_lazy: bool = field(kw_only=True)
     width: int = field(kw_only=True)  # engine blocks in one of kvd's
+    wanted_tokens: int = field(kw_only=True)  # of a prompt that is stored and loaded in the end
     rows: Rows = field(kw_only=True)
     stores_done: int = 0  # of all its lives, as `loads_done`
 
@@ -208,6 +213,7 @@ class VllmEngine(ClientEngine):
         self.rank = self.stand.worker.connector_worker
         manager = self.stand.connector.connector_scheduler.manager
         self.connection: VllmConnection = manager.connection
+        self.connection.interrupt = self._be_interrupted
         self._take(self.memory[0])
         self.stand.watch(self.connection)
         self._watch_reports()
@@ -293,6 +299,13 @@ class VllmEngine(ClientEngine):
             assert took < LONGEST_STEP_S, f"a step takes {took:.1f} s (I6)"
             self.progress.note(self.stand.scheduler.requests, self.loop.now)
 
+    def _be_interrupted(self) -> None:
+        """Other threads run, and what these hear comes amid a step: its session's end, at times."""
+        if not self.is_plain and self.random.random() < INTERRUPTED:
+            if self.random.random() < BROKEN:
+                self.lose_stream()
+            self.threads.wait_until(lambda: False, self.random.random() * INTERRUPTED_S)
+
     def _forget_device(self) -> None:
         """So what its requests have so far, they load."""
         self.stand.finish_steps()
@@ -327,7 +340,7 @@ class VllmEngine(ClientEngine):
         if len(self.stand.scheduler.requests) < MOST_PRESSED:
             self.pressed += 1
             name = f"{self.name} presses {self.starts} {self.pressed}"
-            self.add(name, prompt(name, WANTED_TOKENS))
+            self.add(name, prompt(name, PRESSED_TOKENS))
         self.act()
 
     def wish(self) -> Wish:
@@ -352,7 +365,7 @@ class VllmEngine(ClientEngine):
 
 
 class VllmWish(Wish):
-    """A prompt of its own is computed, stored, and loaded after the device has forgotten it.
+    """A prompt of its own is computed, stored, and all loaded once the device has forgotten it.
 
     A lazy engine stores what its device gives away; and of several groups each may have lost its
     rows before the next has them. Such engines want some of their blocks stored, and no more.
@@ -370,7 +383,10 @@ class VllmWish(Wish):
         engine = self._engine
         if engine.is_lazy or len(engine.shapes) > 1:
             return engine.stores_done > self._stored
-        return engine.stand.taken.cached_tokens.get(self._name, 0) > 0
+        in_one: int = engine.width * engine.shapes[0][0]
+        whole = engine.wanted_tokens // in_one * in_one
+        cached: int = engine.stand.taken.cached_tokens.get(self._name, 0)
+        return cached >= whole
 
     def ask(self) -> None:
         engine = self._engine
@@ -378,10 +394,11 @@ class VllmWish(Wish):
         if not (self.is_served or stand.is_busy):
             self._asked += 1
             self._name = f"{engine.name} wants {engine.starts} {self._asked}"
-            tokens = prompt(self._name, WANTED_TOKENS)
+            tokens = prompt(self._name, engine.wanted_tokens)
             if not engine.is_lazy:
                 stand.forget_device()
-                tokens = [*prompt(f"{engine.name} {engine.starts}", WANTED_TOKENS), self._asked]
+                same = prompt(f"{engine.name} {engine.starts}", engine.wanted_tokens)
+                tokens = [*same, self._asked]
             engine.add(self._name, tokens)
         engine.act()
 

@@ -32,6 +32,8 @@ SHAPES = (
 )
 ACTS = 0.5  # of a world's steps are vLLM's
 ROOMY_EXTENTS = 40
+# Of a prompt that is to be stored and loaded in the end. Many are computed in two steps.
+FEW_TOKENS, MANY_TOKENS = 70, 150
 
 
 def model_in(folder: Path) -> str:
@@ -54,9 +56,13 @@ class VllmWorld(World):
 
     def _draw(self) -> None:
         super()._draw()
-        if self.seed % 3 == 1:  # so that more is left there to be loaded
-            self.settings = replace(self.settings, extents=ROOMY_EXTENTS)
+        number = self.seed // len(SHAPES)
         shapes, width = SHAPES[self.seed % len(SHAPES)]
+        is_roomy = number % 3 == 0  # so that more is left there to be loaded
+        if is_roomy:
+            self.settings = replace(self.settings, extents=ROOMY_EXTENTS)
+        if number % 4 == 0:
+            self.settings = replace(self.settings, threshold=2)
         groups = tuple(Group(tokens_per_block=32, shard_bytes=(client.BYTES,)) for _ in shapes)
         self.clients += 1
         self.served = VllmEngine(
@@ -72,8 +78,9 @@ class VllmWorld(World):
             behind_s=client.BEHIND_S[self.seed // 8 % len(client.BEHIND_S)],
             shapes=shapes,
             model_folder=self._folder,
-            is_lazy=width == 1 and STATE not in shapes and self.seed // len(SHAPES) % 2 == 1,
+            is_lazy=width == 1 and STATE not in shapes and number % 2 == 1,
             width=width,
+            wanted_tokens=MANY_TOKENS if is_roomy else FEW_TOKENS,
             rows=Rows(),
         )
         self.engines.append(self.served)
