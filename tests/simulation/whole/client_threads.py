@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 from tests.simulation.whole.loop import SimLoop
 
 Ready = Callable[[], bool]
+LONGEST_HELD_S = 60.0
 LEAST_S = 1e-6  # that sleeping takes, however little is left
 
 
@@ -129,6 +130,24 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         return self._threads.wait_until(self.is_set, timeout)
+
+
+class Lock:
+    """In the place of threading.Lock, where whoever holds it waits for something else."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._is_held = False
+
+    def __enter__(self) -> bool:
+        has_come = self._threads.wait_until(lambda: not self._is_held, LONGEST_HELD_S)
+        assert has_come, "a lock is held for ever"
+        self._is_held = True
+        return True
+
+    def __exit__(self, *_error: object) -> None:
+        self._is_held = False
+        self._threads.news()
 
 
 class Condition:

@@ -28,8 +28,9 @@ from kvd.pool.config import PoolError
 from kvd.runtime import tiers as runtime_tiers
 from kvd.tiers.keeper import TierKeeper
 from kvd_proto.v1 import engine_pb2 as pb
-from tests.simulation.whole import client, mischief, pieces, rot
+from tests.simulation.whole import batch_engine, client, mischief, pieces, rot
 from tests.simulation.whole import hazards as hazards_
+from tests.simulation.whole.batch_engine import BatchEngine
 from tests.simulation.whole.bytes import Meanings, PoolBytes
 from tests.simulation.whole.client import ClientEngine
 from tests.simulation.whole.client_link import Links
@@ -47,7 +48,8 @@ from tests.simulation.whole.tiers import SimStore, SimTiers, TierTemper
 from tests.simulation.whole.watched import CheckedMachine
 
 EXTENT_BYTES = 65536
-CLIENTS_IN, CLIENTS_EVERY = 5, 8  # the sixth of eight worlds in a row
+# Of eight worlds in a row the sixth has clients, and the fourth one that asks in batches.
+CLIENTS_IN, BATCHES_IN, CLIENTS_EVERY = 5, 3, 8
 _TIERS = (0, 1, 2, 0)  # of worlds by seed: eight in a row have one of each kind
 
 
@@ -169,6 +171,7 @@ class World:
                 # The client warns of an error that nobody expects, and goes on.
                 stack.enter_context(_log_watched("kvd_client", logging.WARNING, watched))
                 stack.enter_context(client.in_force(self.threads, self.links, Random(self.seed)))
+                stack.enter_context(batch_engine.in_force(self.threads))
                 stack.callback(self.threads.end_all)
                 self._draw()
                 keeper = partial(TierKeeper, launch=self.tiers.launch)
@@ -266,12 +269,15 @@ class World:
 
         if self.seed % CLIENTS_EVERY == CLIENTS_IN:
             self.clients = 1 + self.seed // CLIENTS_EVERY % 2
-            self.engines += [self._client(number) for number in range(self.clients)]
+            self.engines += [self._client(number, ClientEngine) for number in range(self.clients)]
+        elif self.seed % CLIENTS_EVERY == BATCHES_IN:
+            self.clients = 1 + self.seed // CLIENTS_EVERY % 2
+            self.engines += [self._client(number, BatchEngine) for number in range(self.clients)]
 
-    def _client(self, number: int) -> ClientEngine:
+    def _client(self, number: int, kind: type[ClientEngine]) -> ClientEngine:
         """Two of a world have one model, so that they meet in its blocks."""
         groups = client.MODELS[self.seed // 16 % len(client.MODELS)]
-        return ClientEngine(
+        return kind(
             f"client{number}",
             client.model_of("served", "red", 101, groups),
             self.loop,
