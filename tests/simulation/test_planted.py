@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from tests.simulation.planted.__main__ import ask_for
-from tests.simulation.planted.bugs import BUGS, Bug
+from tests.simulation.planted.bug import Bug
+from tests.simulation.planted.bugs import BUGS
 from tests.simulation.planted.plant import changed, source_of
 
 NAMES = [bug.name for bug in BUGS]

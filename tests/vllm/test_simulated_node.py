@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.simulation.planted.bugs import Bug
+from tests.simulation.planted.bug import Bug
 from tests.simulation.planted.plant import changed, source_of
 from tests.vllm.simulated import planted
 

@@ -15,7 +15,8 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from tests.simulation.planted.bugs import BUGS, Bug
+from tests.simulation.planted.bug import Bug
+from tests.simulation.planted.bugs import BUGS
 from tests.simulation.planted.plant import plant
 
 LONGEST_S = 900  # of one bug's worlds: beyond it the bug counts as one that goes on for ever
@@ -73,9 +74,17 @@ def ask_for(number: int, seeds: int, steps: int) -> str:
 def live_with(bug: Bug, seeds: int, steps: int) -> int:
     """Worlds with the bug, until one fails."""
     plant(bug)
-    from tests.simulation.whole.world import CLIENTS_EVERY, CLIENTS_IN, SimFailure, World
+    from tests.simulation.whole.world import (
+        BATCHES_IN,
+        CLIENTS_EVERY,
+        CLIENTS_IN,
+        SimFailure,
+        World,
+    )
 
     first, every = (CLIENTS_IN, CLIENTS_EVERY) if bug.needs_clients else (0, 1)
+    if bug.needs_batches:
+        first = BATCHES_IN
     for lived in range(seeds):
         try:
             World(first + every * lived, steps).run()

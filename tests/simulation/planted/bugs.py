@@ -1,45 +1,13 @@
-"""Bugs to be planted: a piece of a module's source, and what stands there instead.
-
-`was_ours` marks those that kvd had once, as the change log and decisions tell them.
-"""
+"""Bugs to be planted in the daemon."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
+from tests.simulation.planted.bug import Bug, bug
+from tests.simulation.planted.client_bugs import BATCHES, CLIENT
 
-@dataclass(frozen=True)
-class Bug:
-    """One fault of one module. `before` stands in its source once."""
-
-    name: str
-    module: str
-    before: str
-    after: str
-    was_ours: bool = False
-
-    @property
-    def layer(self) -> str:
-        """The room, for the score."""
-        if self.needs_clients:
-            return "client"
-        room = self.module.split(".")[1]
-        return {"runtime": "driver"}.get(room, "client" if room == "page" else room)
-
-    @property
-    def needs_clients(self) -> bool:
-        """Whether only a world in which the real client lives can show it."""
-        return self.module.startswith("kvd_client.")
-
-
-def _bug(
-    room: str, name: str, module: str, before: str, after: str, *, was_ours: bool = False
-) -> Bug:
-    return Bug(name, f"{room}.{module}", before, after, was_ours)
-
-
-_core = partial(_bug, "kvd.core")
+_core = partial(bug, "kvd.core")
 
 CORE = (
     _core(
@@ -301,7 +269,7 @@ CORE = (
 )
 
 
-_driver = partial(_bug, "kvd.runtime")
+_driver = partial(bug, "kvd.runtime")
 
 DRIVER = (
     _driver(
@@ -385,7 +353,7 @@ DRIVER = (
 )
 
 
-_pool = partial(_bug, "kvd.pool")
+_pool = partial(bug, "kvd.pool")
 
 POOL = (
     _pool(
@@ -459,114 +427,4 @@ CONTROL = (
     ),
 )
 
-_client = partial(_bug, "kvd_client")
-
-CLIENT = (
-    Bug(
-        "probe that sees nothing",
-        "kvd_proto.page",
-        "present: Flags = found.view(np.uint64).reshape(-1) != _NONE",
-        "present: Flags = found.view(np.uint64).reshape(-1) == _NONE",
-    ),
-    _client(
-        "block that is given on before its stores have ended",
-        "scheduler.fences",
-        "            self._flush |= self._jobs.readers(group, new)\n",
-        "",
-    ),
-    _client(
-        "store that begins late and is not waited for",
-        "scheduler.fences",
-        "self._jobs.readers(group, blocks).intersection(computed_stores)",
-        "set()",
-    ),
-    _client(
-        "load that failed and is believed",
-        "scheduler.outcomes",
-        "        failed = load.has_failed\n",
-        "        failed = False\n",
-    ),
-    _client(
-        "load of before a reset that is believed",
-        "scheduler.outcomes",
-        "failed=job.has_failed or job.stale",
-        "failed=job.has_failed",
-    ),
-    _client(
-        "one token too many found",
-        "scheduler.matching",
-        "        found = self._queue.hit_tokens(request, num_computed_tokens)\n",
-        "        found = self._queue.hit_tokens(request, num_computed_tokens)\n"
-        "        found = request.num_tokens if found else found\n",
-    ),
-    _client(
-        "load that leaves out the hit's last block",
-        "scheduler.loads",
-        "wanted = range(request.computed_tokens // tokens, -(-hit_tokens // tokens))",
-        "wanted = range(request.computed_tokens // tokens, -(-hit_tokens // tokens) - 1)",
-    ),
-    _client(
-        "flush that waits for nothing",
-        "worker.worker",
-        "        left = self.wait(plan.flush, self._flush_timeout_s)\n",
-        "        return\n",
-    ),
-    _client(
-        "store given up that its mover does not hear of",
-        "worker.jobs",
-        "                    job.registration.abandon(job_id)\n",
-        "                    pass\n",
-    ),
-    _client(
-        "failed store that is told as done",
-        "worker.jobs",
-        "report = JobReport(job_id, left or status == DONE,",
-        "report = JobReport(job_id, True,",
-    ),
-    _client(
-        "connection that never comes again",
-        "connection",
-        "            self._closing.wait(self._end_attempt(error_of(self._hold_session)))\n",
-        "            self._end_attempt(error_of(self._hold_session))\n"
-        "            self._closing.wait(1e6)\n",
-    ),
-    _client(
-        "reset that the daemon is not told of",
-        "connection",
-        "            reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)\n"
-        "            self._put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)\n",
-        "            self._sequence -= 1\n",
-    ),
-    _client(
-        "steps that are numbered anew by nobody",
-        "connection",
-        "            self._sequence = 0\n            self._steps.clear()\n",
-        "            self._steps.clear()\n",
-    ),
-    _client(
-        "store that begins before its KV is computed",
-        "worker.worker",
-        "self._do_aside(partial(self._wait_and_mark_ready, wait, job_ids))",
-        "self._mark_ready(job_ids)",
-    ),
-    _client(
-        "mover that is taken for dead though nobody says so",
-        "worker.registrar",
-        "        except grpc.RpcError as error:\n",
-        "        except grpc.RpcError as error:\n            registration.is_dead = True\n",
-    ),
-    _client(
-        "memory that is given back while its mover lives",
-        "worker.registrar",
-        "        return _have_ended(self.lost, deadline)\n",
-        "        return True\n",
-    ),
-    _client(
-        "mover whose end its rank does not see",
-        "worker.registrar",
-        "        for fd in (registration.pidfd, companion_fd, self._wake_fd):\n",
-        "        for fd in (companion_fd, self._wake_fd):\n",
-    ),
-)
-
-BUGS = (*CORE, *DRIVER, *POOL, *CONTROL, *CLIENT)
+BUGS = (*CORE, *DRIVER, *POOL, *CONTROL, *CLIENT, *BATCHES)

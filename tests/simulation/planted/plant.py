@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from tests.simulation.planted.bugs import Bug
+from tests.simulation.planted.bug import Bug
 
 
 def source_of(bug: Bug) -> str:

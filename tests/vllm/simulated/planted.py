@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tests.simulation.planted.bugs import Bug
+from tests.simulation.planted.bug import Bug
 from tests.simulation.planted.plant import plant
 from tests.simulation.whole.world import SimFailure
 
