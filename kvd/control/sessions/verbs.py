@@ -275,7 +275,12 @@ class Verbs:
         return Pace(self._driver.turns, live.peer.uid)
 
     async def _once(self, live: LiveSession, sequence: int, apply: Apply) -> MutatingAnswer:
-        """Apply unless the number is old. A caller that gives up doesn't stop it half-way."""
+        """Apply unless the number is old. A caller that gives up doesn't stop it half-way.
+
+        One that gives up before its turn leaves the line, and has used up no number: what stands
+        there is bounded as calls are.
+        """
+        await live.turn.acquire()
         applying = asyncio.ensure_future(self._in_turn(live, sequence, apply))
         applying.add_done_callback(_retrieve)
         try:
@@ -284,7 +289,8 @@ class Verbs:
             del applying  # a refusal in it holds on to this frame, and so to the message
 
     async def _in_turn(self, live: LiveSession, sequence: int, apply: Apply) -> MutatingAnswer:
-        async with live.turn:
+        """The turn is the session's; it ends with this."""
+        try:
             if not live.book.admit(sequence):
                 return live.book.answer_again(sequence)
             try:
@@ -295,6 +301,8 @@ class Verbs:
                 raise
             live.book.remember(sequence, answer)
             return answer
+        finally:
+            live.turn.release()
 
     async def _release(self, live: LiveSession, leases: tuple[LeaseId, ...]) -> None:
         for some in _cut(leases):
