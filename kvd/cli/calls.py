@@ -21,6 +21,8 @@ from kvd_client.companion import CompanionRefused
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2_grpc
 
+MORE_TIME = 300.0  # more than other calls: millions of blocks take seconds
+
 # Answers of a daemon that heard the call and will not do it.
 _REFUSALS = frozenset(
     {

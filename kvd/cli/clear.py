@@ -7,14 +7,12 @@ from typing import Any
 
 import click
 
-from kvd.cli.calls import linked
+from kvd.cli.calls import MORE_TIME, linked
 from kvd.cli.exits import Failure
 from kvd.cli.namespaces import every
 from kvd.cli.options import NAMESPACE_ID, daemon_options
 from kvd.cli.printing import show_json, size
 from kvd_proto.v1 import operator_pb2 as pb
-
-MORE_TIME = 300.0  # more than other calls: millions of blocks take seconds
 
 
 @click.command("clear")

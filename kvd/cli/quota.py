@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvd.cli.calls import Link, linked
+from kvd.cli.calls import MORE_TIME, Link, linked
 from kvd.cli.options import WORDS, daemon_options
 from kvd.cli.printing import show_json, show_lines, size, table
 from kvd.config.values import read_quota
@@ -54,7 +54,7 @@ def _read(text: str, pool_bytes: int) -> int:
 
 def _set(daemon: Link, tenant: str, quota_bytes: int) -> int:
     request = pb.SetQuotaRequest(tenant=tenant, quota_bytes=quota_bytes)
-    evicted: int = daemon.operator.SetQuota(request, **daemon.terms()).blocks_evicted
+    evicted: int = daemon.operator.SetQuota(request, **daemon.terms(MORE_TIME)).blocks_evicted
     return evicted
 
 
