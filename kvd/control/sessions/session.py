@@ -324,7 +324,8 @@ class SessionContext:
 
     async def _open(self, message: pb.OpenSession, peer: Peer) -> SchedulerSession:
         """Open, or raise with nothing changed."""
-        self._require_room(peer)
+        engine_id = message.identity.engine_id
+        self._require_room(peer, engine_id)
         descriptors.require_room()
         check_open(message)
         check_identity(message.identity)
@@ -337,20 +338,29 @@ class SessionContext:
             start = await self.engines.claim(peer.uid, message.identity)
             self.engines.check_ranks(start, spec, message.world_size)
             # It may have waited for an earlier start's movers. Others came meanwhile, or a reload.
-            self._require_room(peer)
+            self._require_room(peer, engine_id)
             self.tenants.tenant_of(peer, tenant)
             return self._admit(message, peer, start, spec, fields)
         finally:
             self.engines.forget_if_empty(start)
 
-    def _require_room(self, peer: Peer) -> None:
-        """Refuse a session that the daemon, or its user, may not have now."""
+    def _require_room(self, peer: Peer, engine_id: str) -> None:
+        """Refuse a session that the daemon, or its user, may not have now.
+
+        One of the same engine is not counted: this one takes its place, or is refused for its sake.
+        """
         if self.draining:
             raise Draining("the daemon is about to stop")
-        if len(self.sessions.by_id) >= MAX_SESSIONS:
+        mine = (peer.uid, engine_id)
+        users = [
+            live.peer.uid
+            for live in self.sessions.by_id.values()
+            if (live.peer.uid, live.engine_id) != mine
+        ]
+        if len(users) >= MAX_SESSIONS:
             raise LimitExceeded(f"more than {MAX_SESSIONS} sessions")
         most = self.terms.sessions_per_user
-        if sum(1 for live in self.sessions.by_id.values() if live.peer.uid == peer.uid) >= most:
+        if users.count(peer.uid) >= most:
             raise LimitExceeded(
                 f"uid {peer.uid} has {most} sessions, as many as one user may"
                 " (sessions_per_user): end some"
