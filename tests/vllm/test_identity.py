@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config.pooler import PoolerConfig
 
 from kvd_client.integrations.vllm.identity.namespace import check_config, engine_identity
 from tests.vllm.configurations import Configuration, configure
@@ -92,3 +93,19 @@ def test_another_processor_is_refused(base: Configuration, monkeypatch: pytest.M
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(ValueError, match="x86-64"):
         check_config(base.vllm)
+
+
+def pooling(model: Path, kind: str) -> Any:
+    """The configuration of an engine that makes one vector of a prompt."""
+    pooler = PoolerConfig(pooling_type=kind)
+    return configure(model, runner="pooling", convert="embed", pooler_config=pooler).vllm
+
+
+def test_pooling_over_tokens_that_a_hit_leaves_out_is_refused(model: Path) -> None:
+    for kind in ("MEAN", "CLS"):
+        with pytest.raises(ValueError, match=f"{kind}.*Leave --kv-transfer-config out"):
+            check_config(pooling(model, kind))
+
+
+def test_pooling_by_the_last_token_is_taken(model: Path) -> None:
+    check_config(pooling(model, "LAST"))

@@ -30,6 +30,7 @@ SECRET_SEED_ALGORITHMS = frozenset({"xxhash", "xxhash_cbor"})  # vLLM draws one 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_HASH_SEED = "vllm-none-hash"
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
+POOLING_TYPES = ("seq_pooling_type", "tok_pooling_type")  # of vLLM's pooler
 NO_HANDSHAKE = (
     "not every rank has told its layout; under MultiConnector name KvdConnector first, because"
     " vLLM hands on what the first of them tells"
@@ -102,10 +103,27 @@ def check_config(vllm_config: Any) -> None:
         )
     if parallel.world_size > MAX_RANKS:
         raise ValueError(f"{parallel.world_size} ranks, kvd allows {MAX_RANKS} an engine")
+    _check_pooling(vllm_config.model_config)
     try:
         layout.require_ordered_stores()
     except RuntimeError as error:
         raise ValueError(f"{error}: run the engine on such a machine, or without kvd") from error
+
+
+def _check_pooling(model_config: Any) -> None:
+    """Raise ValueError for a model that pools over tokens which a hit would leave out.
+
+    VLLM turns its own prefix cache off for these and asks a connector all the same. By MEAN a hit
+    then ends the engine.
+    """
+    pooler = model_config.pooler_config
+    if pooler is not None and not model_config.is_prefix_caching_supported:
+        kinds = (getattr(pooler, name, None) for name in POOLING_TYPES)
+        named = "/".join(str(kind) for kind in kinds if kind)
+        raise ValueError(
+            f"this model's pooling ({named or 'all tokens'}) needs each token of a prompt computed"
+            " anew, so nothing that kvd has could be loaded. Leave --kv-transfer-config out"
+        )
 
 
 def engine_identity(vllm_config: Any) -> EngineIdentity:
