@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.config.values import number, one_of, whole_number
+from kvd.tiers.kinds import OPEN_DISK
 from kvd.tiers.process import (
     MAX_KEYS_QUEUED,
     MAX_READS_QUEUED,
@@ -23,7 +24,7 @@ from kvd_proto.limits import MAX_TIERS
 THROUGH, DEMOTION, REUSE = WRITES = ("through", "demotion", "reuse")
 MEDIA = ("STORAGE", "REMOTE")  # of this node alone; of every node that shares the tier
 KINDS = {  # ours, by name
-    "disk": "kvd.tiers.kinds:open_disk",
+    "disk": OPEN_DISK,
     "mooncake": "kvd.tiers.kinds:open_mooncake",
     "valkey": "kvd.tiers.kinds:open_valkey",
     "s3": "kvd.tiers.kinds:open_s3",

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 1.0  # before the first new start; then twice as long, and so on
 LONGEST_WAIT_S = 60.0  # who has served so long is started again at once, as it were for the first
+SLOW_START_S = 10.0  # then the log says that a process has yet to serve
 CLOSE_S = 5.0  # for a process to end when the daemon does
 TierLauncher = Callable[[TierConfig, TierSink, QueueBounds], Awaitable[TierProcess]]
 
@@ -106,6 +107,7 @@ class TierKeeper:
         self._bounds = bounds or QueueBounds()
         self._launch = launch
         self._ended: asyncio.Future[None] | None = None  # of the process that serves
+        self._starting = 0  # pid of one that has yet to serve, or to end
         self._task = asyncio.get_running_loop().create_task(self._keep())
         # What breaks it must be heard of now, not when it is collected.
         self._task.add_done_callback(lambda task: task.cancelled() or task.result())
@@ -138,7 +140,13 @@ class TierKeeper:
         """Why nothing serves the tier, or why nothing did before this process."""
         if self.process is not None and self.is_ending:
             return f"its process has yet to end: {self.process.why_ending}"
-        return self.reason
+        return self._yet_to_serve if self._starting else self.reason
+
+    @property
+    def _yet_to_serve(self) -> str:
+        """It may read a large index, or hang in the kernel, where nobody can end it."""
+        why = f"its process (pid {self._starting}) has yet to open its store"
+        return f"{why}; before, {self.reason}" if self.reason else why
 
     async def _keep(self) -> None:
         wait_s = FIRST_WAIT_S
@@ -152,11 +160,15 @@ class TierKeeper:
     async def _serve(self) -> float:
         """One process, from its start to its end; for how many seconds it served."""
         self._ended = None
+        slow = asyncio.get_running_loop().call_later(SLOW_START_S, self._say_slow_start)
         try:
             process = await self._launch(self._config, self, self._bounds)
         except ProcessStartError as error:
             self._wait_after(f"it does not start: {error}")
             return 0.0
+        finally:
+            slow.cancel()
+            self._starting = 0
         began = asyncio.get_running_loop().time()  # how long it took to start does not count
         self._ended = asyncio.get_running_loop().create_future()
         self.process = process
@@ -165,6 +177,9 @@ class TierKeeper:
         self._listener.tier_started(self._config.tier, process)
         await asyncio.shield(self._ended)
         return asyncio.get_running_loop().time() - began
+
+    def _say_slow_start(self) -> None:
+        log.warning("%s: %s", self._config.title, self._yet_to_serve)
 
     def _wait_after(self, reason: str) -> None:
         known = reason == self.reason or self._task.done()  # said at an earlier try; wanted
@@ -178,6 +193,7 @@ class TierKeeper:
     def process_started(self, tier: TierId, pid: int, start_time: int) -> None:  # noqa: ARG002
         """Note it for the pool's next owner, or let it not begin."""
         self._records.record_mover(pid, start_time)
+        self._starting = pid
 
     def process_ended(self, tier: TierId, pid: int) -> None:  # noqa: ARG002
         """Nobody has to end it any more."""

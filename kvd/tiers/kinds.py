@@ -12,6 +12,8 @@ from kvd.tiers.s3.options import S3Options
 from kvd.tiers.store import LibraryMissing, OpenStore, TierOptions, TierStore
 from kvd.tiers.valkey.options import ValkeyOptions
 
+OPEN_DISK = "kvd.tiers.kinds:open_disk"
+
 
 def open_disk(options: TierOptions) -> TierStore:
     """A store on disks of this node."""
@@ -39,7 +41,7 @@ def check_options(store: str, options: TierOptions) -> None:
     Opens nothing. A site's own stores are not asked: only a process of theirs imports them.
     """
     readers: dict[str, Callable[[TierOptions], object]] = {
-        "kvd.tiers.kinds:open_disk": DiskOptions.of,
+        OPEN_DISK: DiskOptions.of,
         "kvd.tiers.kinds:open_mooncake": MooncakeOptions.of,
         "kvd.tiers.kinds:open_valkey": ValkeyOptions.of,
         "kvd.tiers.kinds:open_s3": S3Options.of,

@@ -31,6 +31,7 @@ from kvd.tiers.frames import (
     TierLeft,
     TierRefusal,
 )
+from kvd.tiers.kinds import OPEN_DISK
 from kvd.tiers.store import Found, Outcome, TierUsage
 
 __all__ = [
@@ -50,7 +51,8 @@ __all__ = [
     "TierStartError",
 ]
 
-START_S = 60.0  # a store may read its index, or wait for a server
+START_S = 60.0  # a store may wait for a server
+START_DISK_S = 600.0  # a disk's reads its index, of a hundred million blocks maybe
 # What one tier may have been given and not yet answered, unless the site says less.
 MAX_KEYS_QUEUED = 65_536  # and scopes
 MAX_READS_QUEUED = 8_192  # blocks
@@ -173,10 +175,11 @@ class TierProcess(OwnedProcess):
         process = cls(config, sink, bounds or QueueBounds())
         # It sees no GPU: a library of its store's might make a context there.
         environment = {"CUDA_VISIBLE_DEVICES": ""}
+        within_s = START_DISK_S if config.store == OPEN_DISK else START_S
         await process._start(
             lambda: launch("kvd.tiers", (), environment),
             lambda: frame(TierFrame.CONFIGURE, frames.pack_config(config)),
-            START_S,
+            within_s,
         )
         process._ask_usage()
         return process

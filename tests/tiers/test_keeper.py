@@ -19,6 +19,7 @@ from kvd.core.keys import RowId
 from kvd.processes import parent
 from kvd.processes.mappings import ExtentFiles
 from kvd.tiers import keeper as module
+from kvd.tiers import process as process_module
 from kvd.tiers.keeper import KeeperStage, TierKeeper
 from kvd.tiers.process import (
     OrderEnd,
@@ -152,6 +153,32 @@ async def test_one_that_was_told_to_end_and_can_not_yet_is_said_to_serve_nobody(
             os.kill(process.pid, signal.SIGKILL)
             await until(lambda: len(heard.started) == 2)
             assert (keeper.is_ending, keeper.problem) == (False, "its process ended: it is late")
+
+
+@short_waits
+@on_loop
+async def test_one_that_has_yet_to_open_its_store_is_told_of_before_and_after_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that waits in the kernel for a disk that hangs, which nobody can end."""
+    monkeypatch.setattr(module, "SLOW_START_S", SHORT_S)
+    monkeypatch.setattr(process_module, "START_S", SHORT_S)
+    ends: list[int] = []
+    async with tier_rig() as r:
+        heard = Heard()
+        with monkeypatch.context() as patched:
+            patched.setattr(TierProcess, "kill", lambda process: ends.append(process.pid))
+            async with kept(r, heard, BAD + "hangs_in_opening") as keeper:
+                await until(lambda: bool(ends))
+                [pid] = heard.noted
+                said = f"its process (pid {pid}) has yet to open its store"
+                await until(lambda: said in caplog.text)
+                assert (keeper.stage, keeper.problem) == (KeeperStage.STARTING, said)
+                patched.undo()
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: keeper.stage is KeeperStage.WAITING)
+                assert "no word" in keeper.problem
+                assert "has yet to open" not in keeper.problem
 
 
 class Brief:

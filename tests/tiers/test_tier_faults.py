@@ -8,6 +8,8 @@ import errno
 import os
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from kvd.core.keys import RowId
 from kvd.processes import parent
 from kvd.tiers import process as module
+from kvd.tiers.kinds import OPEN_DISK
 from kvd.tiers.process import (
     OrderEnd,
     OrderId,
@@ -25,7 +28,7 @@ from kvd.tiers.process import (
     TierRefused,
     TierStartError,
 )
-from kvd.tiers.store import Outcome, TierReason
+from kvd.tiers.store import Outcome, TierOptions, TierReason
 from tests.tiers.tier_rig import (
     BAD,
     TierRig,
@@ -106,6 +109,19 @@ async def test_a_store_that_hangs_or_ends_while_it_opens_is_a_start_that_failed(
             await r.start(BAD + "hangs_in_opening")
         assert not r.sink.living
         assert not r.sink.gone
+
+
+@on_loop
+async def test_a_disk_has_longer_than_others_to_read_its_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "START_S", 0.0)
+    async with tier_rig() as r:
+        with pytest.raises(TierStartError, match="no word"):
+            await r.start()
+        options: TierOptions = {"directories": str(tmp_path), "directory_bytes": "64MiB"}
+        config = replace(r.config(OPEN_DISK), options=options)
+        r.processes.append(await TierProcess.start(config, r.sink))
 
 
 @on_loop
