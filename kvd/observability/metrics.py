@@ -252,7 +252,7 @@ _TIER_COUNTERS = (
     ("kvd_tier_blocks_unwritten", "Blocks that a tier could not write.", "failed_writes"),
     (
         "kvd_tier_blocks_dropped",
-        "Blocks not written to a tier: too much was on its way there.",
+        "Blocks that left host memory unwritten: too much was on its way there.",
         "dropped",
     ),
 )

@@ -61,12 +61,27 @@ def test_what_waits_to_be_written_is_bounded_and_shared(monkeypatch: pytest.Monk
     monkeypatch.setattr(writing, "MAX_BEHIND_BLOCKS", 12)
     on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
     on.store(*range(1, 17))
-    assert on.counters().dropped == 6  # 4 on their way, 6 of 12 wait
-    for _ in range(3):
+    for _ in range(3):  # 4 are on their way, 6 of 12 wait
         on.write()
     assert {number for _, number in on.held[0]} == set(range(1, 11))
     assert not on.writes
     assert on.bench.machine.state.below.tiers[0].behind_blocks.whole == 0
+
+
+def test_a_block_that_leaves_before_it_could_be_written_is_counted_once() -> None:
+    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
+    on.store(*range(1, 65))  # the whole pool, of which 4 are on their way
+    for _ in range(8):
+        on.tick(250 * MS)
+    assert on.counters().dropped == 0  # all others wait
+    on.store(*range(101, 111))
+    for _ in range(8):
+        on.tick(250 * MS)
+    assert on.counters().dropped == 10
+    while on.writes:
+        on.write()
+    assert on.counters().dropped == 10
+    assert len(on.held[0]) == 64
 
 
 def test_what_waits_is_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class TierResult:
     bytes_written: int
     bytes_read: int
     blocks_evicted: int
-    blocks_dropped: int  # not written when their turn was: too much was on its way
+    blocks_dropped: int  # gone from host memory unwritten: too much was on its way
 
 
 class ModelStore:

@@ -32,6 +32,7 @@ from kvd.core.model.slots import (
 )
 from kvd.core.model.state import Scope, State
 from kvd.core.model.story import BrokenSlots
+from kvd.core.model.tiers import WriteWhen
 from kvd.core.model.turn import Turn
 from kvd.core.model.unretained import MANY_PASSED, SEARCHED_AGAIN_NS, Sparing, Unretained
 from kvd.core.policy import AutoPolicy
@@ -117,16 +118,31 @@ def evict(
         if len(first):
             owner.policy.remove(first)
             state.counters.evicted += len(first)
+            _count_unwritten(state, owner, first)
             forget_ready(turn, owner, first, why)
             count -= len(first)
     if not count:
         return
     victims = _victims(turn, owner, count)
     state.counters.evicted += len(victims)
+    _count_unwritten(state, owner, victims)
     forget_ready(turn, owner, victims, why)
     if isinstance(owner.policy, AutoPolicy) and (switch := owner.policy.take_switch()):
         state.counters.policy_switches += 1
         turn.orders.append(NotePolicySwitch(owner.namespace, owner.group, *switch))
+
+
+def _count_unwritten(state: State, owner: SizeClass, slots: Slots) -> None:
+    """What leaves before a tier that should be given it could take it, each block once."""
+    for tier in state.below.tiers:
+        if tier.terms.write is WriteWhen.REUSE:
+            continue
+        if not tier.serves(state.namespaces[owner.namespace].spec.fingerprint):
+            continue
+        tenant, most = owner.tenant.tenant, tier.terms.max_write_bytes
+        if tier.behind or not tier.writing.fits(tenant, most, owner.block_bytes):
+            lacking = (state.slots.below[slots] & tier.bit) == 0
+            tier.counters.dropped += int(np.count_nonzero(lacking))
 
 
 def _victims(turn: Turn, owner: SizeClass, count: int) -> Slots:

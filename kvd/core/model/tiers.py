@@ -93,7 +93,7 @@ class TierCounters:
     written: int = 0
     written_bytes: int = 0
     failed_writes: int = 0
-    dropped: int = 0  # not written, since too much was on its way
+    dropped: int = 0  # gone from host memory and not written, since too much was on its way
     too_slow: int = 0  # not asked for, or held and not read: it would have come too late
     refused: int = 0  # not asked for, or held and not read, since its process had too much to do
     unanswered: int = 0  # asked for, and it did not say, or not in time

@@ -2,8 +2,8 @@
 
 What is on its way is pinned, so it is bounded: a tenant may have as much of a tier's bound as it
 leaves to others. What is beyond waits, without a pin, for copies to end; so much may wait, shared
-likewise. What is beyond that, too, is not written, and counted; a block has another chance when it
-is offered or used again, and before it is evicted.
+likewise. What is beyond that, too, is not written; a block has another chance when it is offered or
+used again, and before it is evicted. What leaves host memory before it could be written is counted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _write_soon(
         return
     tenant = owner.tenant.tenant
     fits = tier.behind_blocks.left(tenant, MAX_BEHIND_BLOCKS)
-    tier.counters.dropped += max(0, len(late) - fits)
+    if tier.terms.write is WriteWhen.REUSE:  # others are given it before it is evicted
+        tier.counters.dropped += max(0, len(late) - fits)
     if fits:
         _put_behind(tier, Late(owner, late[:fits], again))
 
@@ -212,5 +213,4 @@ def write_ahead(turn: Turn, owner: SizeClass) -> None:
     cold = coldest.next_to_go(owner)
     for tier in tiers:
         lacking = (state.slots.below[cold] & tier.bit) == 0
-        late = write(turn, tier, owner, cold[lacking][:DEMOTED_AT_ONCE])
-        tier.counters.dropped += len(late)
+        write(turn, tier, owner, cold[lacking][:DEMOTED_AT_ONCE])
