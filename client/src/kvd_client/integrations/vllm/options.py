@@ -85,7 +85,7 @@ class KvdOptions(EngineOptions):
     lookup_give_up_s: float = seconds(0.1, 60.0, "a lookup unanswered for so long is a miss")
     retry_deadline_s: float = seconds(0.1, 60.0, "how long 'ask again' may defer a request")
     pending_deadline_s: float = seconds(
-        2.0, 600.0, "how long blocks that are being stored may defer a request"
+        2.0, 600.0, "how long blocks that are being stored, or sought in tiers, may defer a request"
     )
     flush_timeout_s: float = seconds(
         1.0, 60.0, "how long a flush waits for stores, which are then given up"
