@@ -38,6 +38,10 @@ ELSEWHERE = -2  # in place of a value's length
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
 _NOT_THERE = _ELSEWHERE | {"WRONGTYPE"}  # a name that somebody gave to a list, or the like
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
+# What says nothing of a server: of one value, of a slot, or of a question that has no cluster.
+_OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "ERR", "OOM"}
+REFUSAL_NOTED_S = 10.0  # since a server refused the last time
+REFUSAL_SAID_S = 60.0  # between two lines of the log about refusals
 
 
 class LoginRefused(TierError):
@@ -59,6 +63,8 @@ class Servers:
         self._silent: set[Home] = set()
         self._doubts: list[tuple[Home, Line]] = []
         self._said: dict[Home, str] = {}
+        self._refusals: dict[Home, tuple[str, float]] = {}  # what each said last, and when
+        self._say_refusal_at = 0.0
         self.told: dict[Home, dict[str, str]] = {}  # what each server says of itself
         self.was_emptied = False  # some server was, or started anew, since somebody asked
         self._wake = threading.Event()
@@ -109,6 +115,10 @@ class Servers:
     def notes(self) -> tuple[str, ...]:
         """What an operator should know."""
         notes = [f"{home} does not answer" for home in sorted(self._silent)]
+        since = time.monotonic() - REFUSAL_NOTED_S
+        for home, (said, at) in sorted(self._refusals.items()):
+            if at >= since and home in self._homes:
+                notes.append(f"{home} refuses: {said}")
         if not self._homes:
             notes.append("no server answers")
         elif NOBODY in self._slots:
@@ -231,12 +241,29 @@ class Servers:
             except BaseException:  # its answers may still come
                 self._give_up(home, line, changes=changes)
                 raise
-            codes = {answer.code for answer in answers if isinstance(answer, ServerRefusal)}
+            refused = [answer for answer in answers if isinstance(answer, ServerRefusal)]
+            self._note_refusal(home, refused)
+            codes = {answer.code for answer in refused}
             if codes & _ELSEWHERE:
                 self._wake.set()
             if codes & _REFUSED_LOGIN:
                 self._give_up(home, line, changes=False)
             return answers
+
+    def _note_refusal(self, home: Home, refused: Sequence[ServerRefusal]) -> None:
+        """An operator reads what a server refuses: only who runs it can mend that."""
+        said = next((str(each) for each in refused if each.code not in _OF_NO_SERVER), "")
+        if not said:
+            return
+        now = time.monotonic()
+        with self._lock:
+            left = {each: told for each, told in self._refusals.items() if each in self._homes}
+            self._refusals = {**left, home: (said, now)}
+            is_due = now >= self._say_refusal_at
+            if is_due:
+                self._say_refusal_at = now + REFUSAL_SAID_S
+        if is_due:
+            log.warning("%s refuses: %s", home, said)
 
     def _fall_silent(self, home: Home, why: str) -> None:
         if home in self._homes:
