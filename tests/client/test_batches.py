@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
-from kvd_client.draft import BlockRun, in_parts
+from kvd_client.draft import BlockRun, QueryDraft, in_parts
 from kvd_client.worker import registrar
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
@@ -371,13 +371,47 @@ def test_one_that_was_idle_while_its_daemon_died_often_goes_on_with_its_next_cal
     memory.close()
 
 
-def test_any_number_of_questions_is_asked_at_once(daemon: DaemonProcess) -> None:
+def test_any_number_of_questions_is_asked_a_few_at_a_time(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is that of one answer: the daemon takes its time for each question."""
     memory = Memory(daemon.socket, lookup_deadline_s=PATIENCE_S)
     prompt = keys(30, 8)
     assert memory.batches.store([BlockRun(0, 0, prompt, range(8))]) == [True]
+    connection, at_once = memory.batches._connection, []
+    start = connection.start_lookup
+
+    def counted(queries: Sequence[QueryDraft]) -> int:
+        call_id = start(queries)
+        at_once.append(sum(len(call.queries) for call in connection._lookups._sent.values()))
+        return call_id
+
+    monkeypatch.setattr(connection, "start_lookup", counted)
     wanted = [SoughtKeys(0, [prompt[number % 8]], number) for number in range(MAX_QUERIES + 1)]
     assert all(found.all() for found in memory.batches.find(wanted))
+    assert 0 < max(at_once) <= batches_module.QUERIES_PER_CALL
     assert not memory.batches.refusals
+    memory.close()
+
+
+def test_a_silent_daemon_is_not_asked_the_rest(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, prompt = Memory(daemon.socket, lookup_deadline_s=0.2), keys(34, 8)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(8))]) == [True]
+    connection, asked = memory.batches._connection, []
+    start = connection.start_lookup
+
+    def counted(queries: Sequence[QueryDraft]) -> int:
+        asked.append(len(queries))
+        return start(queries)
+
+    monkeypatch.setattr(connection, "start_lookup", counted)
+    daemon.freeze()
+    wanted = [SoughtKeys(0, [prompt[number % 8]], number) for number in range(MAX_QUERIES + 1)]
+    assert not any(found.any() for found in memory.batches.find(wanted))
+    daemon.thaw()
+    assert len(asked) == 1
     memory.close()
 
 
