@@ -18,7 +18,7 @@ import pytest
 from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
-from kvd_client.draft import BlockRun, QueryDraft, in_parts
+from kvd_client.draft import BlockRun, QueryDraft, StepDraft, in_parts
 from kvd_client.worker import registrar
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
@@ -151,6 +151,50 @@ def test_leases_of_who_only_asks_end_in_time(memory: Memory) -> None:
         time.sleep(0.02)
     assert leased(memory.batches) <= 2
     assert len(memory.batches._finished) <= 2
+
+
+def test_what_was_found_stays_while_its_engine_only_waits(
+    tmp_path: Path, shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon ends leases that no step renews long before `lease_s`."""
+    daemon = DaemonProcess(tmp_path, shared_directory)
+    daemon.flags["lease-ttl-ms"] = 200
+    daemon.start()
+    memory, prompt, steps = Memory(daemon.socket), keys(13, 4), list[StepDraft]()
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    send = memory.batches._connection.send_step
+
+    def noted(step: StepDraft) -> bool:
+        steps.append(step)
+        return send(step)
+
+    monkeypatch.setattr(memory.batches._connection, "send_step", noted)
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    wait_until(lambda: len(steps) >= 3)
+    assert leased(memory.batches) == 1
+    memory.batches.options = BatchOptions(lease_s=0.1)
+    wait_until(lambda: not memory.batches._renewal.is_running)
+    assert leased(memory.batches) == 0
+    assert steps[-1].finished, "the daemon is told"
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    assert memory.batches._renewal.is_running
+    memory.close()
+    daemon.end()
+
+
+def test_without_a_thread_leases_are_not_renewed_and_all_else_works(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = keys(14, 4)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    assert not memory.batches._renewal.is_running
+    assert memory.batches.load([BlockRun(0, 0, prompt, range(8, 12))]) == [[True] * 4]
 
 
 def test_leases_end_with_the_load_of_all_that_was_found(memory: Memory) -> None:

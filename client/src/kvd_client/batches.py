@@ -24,6 +24,7 @@ from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, in_parts
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
+from kvd_client.lease_renewal import LeaseRenewal
 from kvd_client.scheduler.hits import Flags, Statuses
 from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S, KEYS_PER_CALL
 from kvd_client.scheduler.plan import StepPlan
@@ -104,6 +105,7 @@ class BlockBatches:
         self._leased: dict[int, dict[bytes, LeasedAnswer]] = {}  # by group and key
         self._finished: list[str] = []  # requests, to be told with the next step
         self._num_blocks: list[int] = []  # of the engine, by group
+        self._renewal = LeaseRenewal(self._renew)
         self._worker = Worker(
             socket_path,
             identity,
@@ -164,6 +166,7 @@ class BlockBatches:
 
         Under the lock: a load that began in between would be ended by nobody.
         """
+        self._renewal.close()
         with self._lock:
             while not self._worker.unregister(END_MOVER_TIMEOUT_S):
                 log.error("kvd: the daemon does not let go of the memory; waiting for it")
@@ -197,7 +200,8 @@ class BlockBatches:
             if each.leading and not hits.all():
                 hits[int(np.argmin(hits)) :] = False
             flags[: len(hits)] = hits
-        self._claim(request_id, wanted, found)
+        if self._claim(request_id, wanted, found):
+            self._renewal.begin(session.lease_ttl_s)
         return found
 
     def _worth_asking(self, session: DaemonSession, wanted: SoughtKeys) -> int:
@@ -299,8 +303,8 @@ class BlockBatches:
 
     # -- leases -----------------------------------------------------------------------------
 
-    def _claim(self, request_id: str, wanted: Sequence[SoughtKeys], found: Sequence[Flags]) -> None:
-        """Remember what is leased now, and for whom."""
+    def _claim(self, request_id: str, wanted: Sequence[SoughtKeys], found: Sequence[Flags]) -> bool:
+        """Remember what is leased now, and for whom; whether that is anything."""
         claim = LeasedAnswer(request_id, time.monotonic())
         mine: dict[int, dict[bytes, LeasedAnswer]] = {}  # each key once, however often it was asked
         for each, flags in zip(wanted, found, strict=True):
@@ -321,6 +325,15 @@ class BlockBatches:
                 self._end_claim(next(iter(self._claims.values())))
             if self._end_old_claims() or len(self._finished) >= MAX_UNTOLD_REQUESTS:
                 self._send_locked(StepDraft())  # one that only asks sends no other
+            return bool(claim.left)
+
+    def _renew(self) -> bool:
+        """A step renews what is leased. False: nothing is."""
+        with self._lock:
+            has_ended = self._end_old_claims()
+            if (self._claims or has_ended) and self.is_usable:
+                self._send_locked(StepDraft())
+            return bool(self._claims)
 
     def _end_claim(self, claim: LeasedAnswer) -> None:
         """Called under the lock."""
