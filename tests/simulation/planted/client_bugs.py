@@ -132,24 +132,6 @@ BATCHES = (
         "        pass\n",
     ),
     _batches(
-        "load that returns while a copy goes on",
-        "batches",
-        "return self._wait(drafts, deadline_s=None)",
-        "return self._wait(drafts, deadline_s=0.01)",
-    ),
-    _batches(
-        "jobs of a session that is gone, and that are waited for",
-        "batches",
-        "                or (session is not None and job.generation != session.generation)\n",
-        "",
-    ),
-    _batches(
-        "request of a job that is never said to be over",
-        "batches",
-        "self._finished += [\n",
-        "_ = [\n",
-    ),
-    _batches(
         "answer whose blocks stay leased once they are loaded",
         "batches",
         "            claim = leased.pop(key, None)\n",

@@ -15,7 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from kvd_client import EngineIdentity, batches
+from kvd_client import EngineIdentity, batches, lease_renewal
 from kvd_client.draft import BlockRun
 from tests.simulation.whole.client import (
     DRAINED_S,
@@ -246,10 +246,11 @@ class BatchWish(Wish):
 
 def in_force(threads: Threads) -> AbstractContextManager[None]:
     """Within, what batches ask of time and threads is the simulation's, besides the client's."""
-    held = SimpleNamespace(Lock=partial(Lock, threads))
+    threading = SimpleNamespace(**vars(threads.as_threading()) | {"Lock": partial(Lock, threads)})
     return replaced(
         [
-            (batches, "threading", held),
+            (batches, "threading", threading),
+            (lease_renewal, "threading", threading),
             (batches, "time", threads.as_time()),
             (batches, "SchedulerConnection", WatchedConnection),
         ]

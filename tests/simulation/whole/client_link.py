@@ -66,7 +66,7 @@ class SessionCall:
         self._heard: deque[pb.SessionResponse] = deque()
         self._end: grpc.StatusCode | None = None
         self.stream = ClientStream(daemon, peer, self._hear, self._ended)
-        SimThread(threads, lambda: self._say(requests), "writer").start()
+        SimThread(threads, lambda: self._say(requests), name="writer").start()
 
     def _say(self, requests: Iterable[bytes]) -> None:
         for body in requests:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
@@ -29,10 +30,15 @@ class SimThread:
     """In the place of threading.Thread."""
 
     def __init__(
-        self, threads: Threads, target: Callable[[], Any], name: str = "", daemon: bool = True
+        self,
+        threads: Threads,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        name: str = "",
+        daemon: bool = True,
     ) -> None:
         self._threads = threads
-        self._target = target
+        self._target = partial(target, *args)
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._ready: Ready | None = None  # what it waits for
         self._is_killed = self._has_ended = False
