@@ -207,9 +207,10 @@ def _checks_of_group(group: GroupMap, config: MoverConfig, name: str) -> Iterato
             f"{name}.fragments",
         )
     if group.part_bytes > config.extents.extent_bytes:
+        fitting = 1 << (group.part_bytes - 1).bit_length()
         raise LayoutMismatch(
             f"{name}: a part of {group.part_bytes} bytes does not fit an extent of "
-            f"{config.extents.extent_bytes}",
+            f"{config.extents.extent_bytes}: raise extent_bytes, to {fitting} or more",
             f"{name}.fragments",
         )
 

@@ -33,7 +33,7 @@ PATIENCE_S = 30.0
 class Memory:
     """An engine's blocks in a memory file, and the batches that move them."""
 
-    def __init__(self, socket: str, **options: float) -> None:
+    def __init__(self, socket: str, width: int = 1, **options: float) -> None:
         fd = os.memfd_create("blocks", os.MFD_CLOEXEC)
         os.ftruncate(fd, NUM_BLOCKS * BLOCK_BYTES)
         self.bytes = mmap.mmap(fd, 0)
@@ -42,13 +42,14 @@ class Memory:
             kv_dtype="uint8",
             hash_algorithm="sha256",
             hash_bytes=32,
-            groups=(Group(tokens_per_block=16, shard_bytes=(BLOCK_BYTES,)),),
+            groups=(Group(16 * width, (BLOCK_BYTES,), blocks_per_block=width),),
         )
         identity = EngineIdentity(os.urandom(8).hex(), os.urandom(16))
         self.batches = BlockBatches(socket, identity, namespace, BatchOptions(**options))
         fragment = Fragment(memory=0, base=0, stride=BLOCK_BYTES, bytes=BLOCK_BYTES)
         self.batches.register(
-            [SharedMemory(fd, 0, NUM_BLOCKS * BLOCK_BYTES)], [GroupLayout(NUM_BLOCKS, [fragment])]
+            [SharedMemory(fd, 0, NUM_BLOCKS * BLOCK_BYTES)],
+            [GroupLayout(NUM_BLOCKS, [fragment], width)],
         )
         os.close(fd)
         assert self.batches.wait_usable(PATIENCE_S), self.batches.problem
@@ -268,6 +269,33 @@ def test_a_load_of_what_is_not_there_brings_its_head_and_writes_no_more(memory: 
     loaded = memory.batches.load([BlockRun(0, 0, prompt, range(20, 26))])
     assert loaded == [[True, True, False, False, False, False]]
     assert memory.values(20, 6) == [{7}, {8}, {0}, {0}, {0}, {0}]
+
+
+def test_heads_of_runs_of_wide_blocks_are_asked_for_at_once(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(daemon.socket, width=2)
+    prompts = [keys(n, 4) for n in (70, 71, 72)]
+    for value, prompt in enumerate(prompts, start=1):
+        for block in range(8):
+            memory.write(block, value)
+        there = len(prompt) if value == 3 else value
+        assert memory.batches.store([BlockRun(0, 0, prompt[:there], range(2 * there))]) == [True]
+    finds: list[int] = []
+    find = memory.batches.find
+
+    def counted(wanted: Sequence[SoughtKeys]) -> object:
+        finds.append(len(wanted))
+        return find(wanted)
+
+    monkeypatch.setattr(memory.batches, "find", counted)
+    runs = [BlockRun(0, 0, prompt, range(8 * n, 8 * n + 8)) for n, prompt in enumerate(prompts)]
+    for block in range(24):
+        memory.write(block, 9)
+    assert memory.batches.load(runs) == [[True] + [False] * 3, [True] * 2 + [False] * 2, [True] * 4]
+    assert memory.values(0, 24) == [{1}] * 2 + [{9}] * 6 + [{2}] * 4 + [{9}] * 4 + [{3}] * 8
+    assert finds == [2]
+    memory.close()
 
 
 class Interrupted(Exception):

@@ -422,3 +422,11 @@ def test_fragments_that_dont_add_up_to_a_part_are_a_layout_mismatch(workshop: Wo
     group = GroupMap(4, 2, 40, (FragmentSpec(0, 0, 16, 16),))
     with pytest.raises(LayoutMismatch, match="add up to 32 bytes, but a block's part is 40"):
         workshop.bench(workshop.config([64], (group,)))
+
+
+def test_a_part_that_is_larger_than_an_extent_says_what_to_raise(workshop: Workshop) -> None:
+    part = EXTENT_BYTES + 8
+    group = GroupMap(1, 1, part, (FragmentSpec(0, 0, part, part),))
+    said = f"does not fit an extent of {EXTENT_BYTES}: raise extent_bytes, to {2 * EXTENT_BYTES} or"
+    with pytest.raises(LayoutMismatch, match=said):
+        workshop.bench(workshop.config([part], (group,)))

@@ -391,25 +391,30 @@ class BlockBatches:
         loaded = [
             [ok] * len(run.block_hashes) for run, ok in zip(runs, self._load(runs), strict=True)
         ]
-        for number, run in enumerate(runs):
-            if loaded[number][0] or not self.is_usable:
-                continue
-            wanted = SoughtKeys(run.group, run.block_hashes, run.first_block)
-            left = int(np.count_nonzero(self.find([wanted])[0]))
-            if 0 < left < len(run.block_hashes):
-                head = run._replace(
-                    block_hashes=run.block_hashes[:left], engine_blocks=run.engine_blocks[:left]
-                )
-                loaded[number][:left] = self._load([head]) * left
+        heads = self._left_of(runs, [n for n, come in enumerate(loaded) if not come[0]])
+        for (number, head), ok in zip(heads.items(), self._load([*heads.values()]), strict=True):
+            loaded[number][: len(head.block_hashes)] = [ok] * len(head.block_hashes)
         with self._lock:
             for run in runs:
                 self._note_loaded(run)
         return loaded
 
+    def _left_of(self, runs: Sequence[BlockRun], failed: Sequence[int]) -> dict[int, BlockRun]:
+        """Of runs that did not come, by their number: what is still there, where that is a part."""
+        lost = [runs[number] for number in failed] if self.is_usable else []
+        found = self.find([SoughtKeys(r.group, r.block_hashes, r.first_block) for r in lost])
+        heads = {}
+        for number, run, flags in zip(failed, lost, found, strict=False):
+            left = int(np.count_nonzero(flags))
+            if 0 < left < len(run.block_hashes):
+                row = run.engine_blocks[: left * len(run.engine_blocks) // len(run.block_hashes)]
+                heads[number] = BlockRun(run.group, run.first_block, run.block_hashes[:left], row)
+        return heads
+
     def _load(self, runs: Sequence[BlockRun]) -> list[bool]:
         with self._lock:
             drafts = self._drafts(runs)
-            if not self._begin(StepDraft(loads=drafts), drafts):
+            if not (drafts and self._begin(StepDraft(loads=drafts), drafts)):
                 return [False] * len(runs)
             self._worker.start_loads(StepPlan(loads=tuple(draft.job_id for draft in drafts)))
         return self._wait(drafts, deadline_s=None)

@@ -140,8 +140,8 @@ BATCHES = (
     _batches(
         "part of a run that is told for all of it",
         "batches",
-        "loaded[number][:left] = self._load([head]) * left",
-        "loaded[number] = self._load([head]) * len(run.block_hashes)",
+        "loaded[number][: len(head.block_hashes)] = [ok] * len(head.block_hashes)",
+        "loaded[number][:] = [ok] * len(loaded[number])",
     ),
     _batches(
         "answers whose time is over and that stay leased",
