@@ -8,7 +8,7 @@ import pytest
 from kvd.core import events as ev
 from kvd.core.keys import MoverId, TierId
 from kvd.core.model.tiers import TierTerms
-from kvd.core.tiers.pace import PROBE_NS
+from kvd.core.tiers.pace import PROBE_NS, SILENT_NS
 from tests.core.bench import MS, SECOND
 from tests.core.test_tiers import DISK, FAR, Stage, stage
 
@@ -124,6 +124,34 @@ def test_the_next_tier_is_asked_at_once_where_the_first_is_slow() -> None:
     on.bench.machine.state.below.tiers[0].pace.probe_ns = on.bench.now_ns + SECOND
     assert on.look(*NUMBERS) == "PPPP"
     assert [order.tier for order in on.asked] == [1]
+
+
+def test_a_tier_that_owes_an_answer_is_asked_after_the_others() -> None:
+    on = ready(DISK, FAR)
+    on.held[1].clear()
+    assert on.look(*NUMBERS, request="first") == "PPPP"
+    on.bench.now_ns += SILENT_NS - 1
+    on.look(*NUMBERS, request="soon after")
+    on.bench.now_ns += 1
+    assert on.look(*NUMBERS, request="later") == "PPPP"
+    assert [order.tier for order in on.asked] == [0, 0, 1]
+    hanging, on.asked = on.asked[:2], on.asked[2:]
+    on.feed(ev.TierAnswered(TierId(1), on.asked.pop().search, np.zeros(4, dtype=np.bool_)))
+    assert [order.tier for order in on.asked] == [0], "nowhere else: so it is waited for"
+    on.asked += hanging
+    on.answer()
+    assert on.look(*NUMBERS, request="at last") == "PPPP"
+    assert [order.tier for order in on.asked] == [0]
+
+
+def test_where_all_tiers_owe_an_answer_each_is_asked_once() -> None:
+    on = ready(DISK, FAR)
+    on.look(*NUMBERS, request="first")
+    on.bench.now_ns += SILENT_NS
+    on.look(*NUMBERS, request="second")
+    on.bench.now_ns += SILENT_NS
+    assert on.look(*NUMBERS, request="third") == "PPPP"
+    assert [order.tier for order in on.asked] == [0, 1, 0]
 
 
 def test_another_process_is_another_pace() -> None:

@@ -240,6 +240,7 @@ class Search:
     to_ask: list[TierId]  # later
     asked_ns: int = 0  # when that tier was
     tries: TierId | None = None  # a tier that is slow, and is asked nevertheless
+    deferred: int = 0  # bits of tiers that were silent, and are asked after the others
 
 
 @dataclass(slots=True, eq=False)

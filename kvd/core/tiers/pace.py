@@ -9,6 +9,9 @@ A request asks a tier only if an answer and a copy, as long as they take now, en
 request's deadline, and reads only if a copy does. Otherwise its blocks are misses at once. Now and
 then a request tries all the same: it finds out when the tier is well again, and then the time that
 it took stands alone.
+
+A tier that is silent just now may hang, and nobody knows yet how long. While there are others, it
+is asked last.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kvd.core.model.tiers import Search, Tier
 
 WEIGHT = 0.25  # of the last one
 PROBE_NS = 1_000_000_000  # between two requests that try a slow tier
+SILENT_NS = 250_000_000  # since the eldest question: until it is answered others are asked first
 
 
 def may_ask(tier: Tier, search: Search, now_ns: int) -> bool:
@@ -29,6 +33,12 @@ def may_ask(tier: Tier, search: Search, now_ns: int) -> bool:
         return False
     search.tries = tier.tier
     return True
+
+
+def is_silent(tier: Tier, now_ns: int) -> bool:
+    """Whether it owes an answer for longer than a lookup likes to wait: it may hang."""
+    eldest = next(iter(tier.searches.values()), None)
+    return eldest is not None and now_ns - eldest.asked_ns >= SILENT_NS
 
 
 def may_read(tier: Tier, search: Search, now_ns: int) -> bool:

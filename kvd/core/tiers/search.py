@@ -316,6 +316,11 @@ def _ask_next(turn: Turn, search: Search) -> None:
     state, sought = turn.state, search.sought
     while search.to_ask and len(search.asked):
         tier = state.below.tiers[search.to_ask.pop(0)]
+        may_wait = bool(search.to_ask) and not search.deferred & tier.bit
+        if may_wait and pace.is_silent(tier, turn.now_ns):
+            search.deferred |= tier.bit
+            search.to_ask.append(tier.tier)
+            continue
         spec = state.namespaces[sought.name.namespace].spec
         if not tier.serves(spec.fingerprint):
             continue
