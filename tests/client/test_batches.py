@@ -375,6 +375,13 @@ def test_engines_that_name_the_same_epoch_go_on_sharing(daemon: DaemonProcess) -
         each.close()
 
 
+def test_what_is_stored_right_after_a_reset_is_stored(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket, retry_deadline_s=PATIENCE_S)
+    memory.batches.reset()
+    assert memory.batches._store([BlockRun(0, 0, keys(75, 2), range(2))]) == [True], "at once"
+    memory.close()
+
+
 def test_a_run_of_any_length_is_stored_found_and_loaded(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

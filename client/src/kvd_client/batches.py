@@ -145,9 +145,7 @@ class BlockBatches:
     @property
     def problem(self) -> str:
         """Why nothing can be found or stored; empty when it can."""
-        if self.is_usable:
-            return ""
-        return self._worker.problem or self._connection.problem
+        return "" if self.is_usable else self._worker.problem or self._connection.problem
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -157,9 +155,12 @@ class BlockBatches:
     def reset(self, epoch: str = "") -> None:
         """Forget all that was stored, as this engine sees it: move on to an epoch of its own.
 
-        Engines that name the same `epoch` go on sharing.
+        Engines that name the same `epoch` go on sharing. Waits `retry_deadline_s` for the daemon.
         """
+        was_usable = self.is_usable
         self._connection.reset_epoch(epoch)
+        if was_usable:
+            self._connection.wait_usable(self.options.retry_deadline_s)
 
     def close(self) -> None:
         """Take the memory back: returns when no copy can touch it any more.
@@ -368,8 +369,7 @@ class BlockBatches:
         return ended
 
     def _new_request(self) -> str:
-        with self._lock:
-            return f"batch-{next(self._numbers)}"
+        return f"batch-{next(self._numbers)}"
 
     # -- copies -----------------------------------------------------------------------------
 
