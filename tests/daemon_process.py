@@ -12,6 +12,7 @@ from pathlib import Path
 
 START_SECONDS = 30.0
 STOP_SECONDS = 20.0
+logs: set[Path] = set()  # of all that was started
 
 
 class DaemonProcess:
@@ -58,6 +59,7 @@ class DaemonProcess:
             "http-port": 0,
             **self.flags,
         }
+        logs.add(self.log)
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import daemon_process
+
 MOST_LOGS, MOST_LINES = 4, 60
 CLOCKS_DIFFER_S = 1.0  # a file's time is the kernel's, of its last tick
 
@@ -15,7 +17,7 @@ CLOCKS_DIFFER_S = 1.0  # a file's time is the kernel's, of its last tick
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The last lines of each `*.log` beneath pytest's own temporary folder."""
+    """The last lines of each `*.log` beneath pytest's own temporary folder, and of each daemon."""
     report = yield
     if report.failed:
         factory: pytest.TempPathFactory = item.config._tmp_path_factory  # type: ignore[attr-defined]
@@ -26,7 +28,8 @@ def pytest_runtest_makereport(
 
 def _written(folder: Path, since_s: float) -> list[Path]:
     """The logs that were written to since then, by wall clock, the latest last."""
-    times = {log: log.stat().st_mtime for log in folder.rglob("*.log") if log.is_file()}
+    logs = {*folder.rglob("*.log"), *daemon_process.logs}
+    times = {log: log.stat().st_mtime for log in logs if log.is_file()}
     since = sorted((log for log, at in times.items() if at >= since_s), key=times.__getitem__)
     return since[-MOST_LOGS:]
 

@@ -150,6 +150,7 @@ def test_a_reload_that_finds_no_thread_says_so_and_changes_nothing(
     scene = own_scene(starts=False)
     scene.daemon.environment = patched(NO_NEW_THREADS)
     scene.daemon.start()
+    wait_until(lambda: "serves on" in log_of(scene), "all of its threads")
     (tmp_path / "full").touch()
     os.kill(scene.daemon.pid, signal.SIGHUP)
     said = "the settings were not reloaded, and nothing has changed: there are as many"
