@@ -58,10 +58,10 @@ class VllmWorld(World):
         super()._draw()
         number = self.seed // len(SHAPES)
         shapes, width = SHAPES[self.seed % len(SHAPES)]
-        is_roomy = number % 3 == 0  # so that more is left there to be loaded
+        is_roomy = number % 3 != 1  # so that more is left there to be loaded
         if is_roomy:
             self.settings = replace(self.settings, extents=ROOMY_EXTENTS)
-        if number % 4 == 0:
+        if number % 4 == 2:
             self.settings = replace(self.settings, threshold=2)
         groups = tuple(Group(tokens_per_block=32, shard_bytes=(client.BYTES,)) for _ in shapes)
         self.clients += 1
