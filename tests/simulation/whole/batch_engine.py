@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from tests.simulation.whole.client_device import Device
 from tests.simulation.whole.client_threads import Lock, Threads
 from tests.simulation.whole.drawn import HASH_BYTES, hash_of
 from tests.simulation.whole.hazards import replaced
-from tests.simulation.whole.ranks import Engine, Wish
+from tests.simulation.whole.ranks import Wish
 
 THREADS = 3
 KEYS = 48  # that all such engines of a model have in common
@@ -45,16 +45,10 @@ Call = Callable[[], object]
 class BatchEngine(ClientEngine):
     """A scheduler and only rank in one, and threads that wait for it."""
 
-    stored: int = field(default=0, init=False)  # calls of all its lives, as `loads_done`
-
     # -- its life -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        Engine.start(self)
-        self.links.engines[self.name] = self
-        self.links.calls.pop(self.name, None)
-        self.threads.process = self.name
-        self.had = []
+        self._begin_process()
         identity = EngineIdentity(self.name, self.boot_nonce)
         self.batches = made = batches.BlockBatches(
             self.name, identity, namespace_of(self.model, self.groups)
@@ -66,7 +60,6 @@ class BatchEngine(ClientEngine):
         self.drawn = random.Random(hash_of(self.name) + self.starts)
         self.version = ""
         self.asked: list[Call | None] = [None] * THREADS
-        self.pressed = 0
         threading = self.threads.as_threading()
         for number in range(THREADS):
             threading.Thread(target=partial(self._serve, number), name="batches").start()
@@ -149,7 +142,6 @@ class BatchEngine(ClientEngine):
         for place, block in enumerate(run.engine_blocks):
             memory.write(group, block, self._content(group, names[place // width], place % width))
         (done,) = self.batches.store([run])
-        self.stored += done
         self._write_over(group, run)
         return done
 

@@ -231,12 +231,8 @@ class ClientEngine(Engine):
 
     def start(self) -> None:
         """The processes begin: new memory, nothing known."""
-        super().start()
-        self.links.engines[self.name] = self
-        self.links.calls.pop(self.name, None)
+        self._begin_process()
         identity = EngineIdentity(self.name, self.boot_nonce)
-        self.threads.process = self.name
-        self.had: list[SimMover] = []  # its rank's, of this memory
         (memory,) = self.memory
         link = WatchedConnection(self.name, identity, namespace_of(self.model, self.groups))
         worker = Worker(self.name, identity)
@@ -244,6 +240,14 @@ class ClientEngine(Engine):
         side = self.side = ClientSide(self.loop, link, worker, self._device)
         side.take(memory)
         self.careless = CarelessEngine(side, self.options, hash_of(self.name) + self.starts)
+
+    def _begin_process(self) -> None:
+        """What comes from now on is this life's: calls, threads, movers."""
+        super().start()
+        self.links.engines[self.name] = self
+        self.links.calls.pop(self.name, None)
+        self.threads.process = self.name
+        self.had: list[SimMover] = []  # its rank's, of this memory
         self.pressed = 0
 
     def _device(self, memory: RankBytes) -> Device:

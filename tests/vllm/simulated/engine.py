@@ -191,11 +191,7 @@ class VllmEngine(ClientEngine):
     # -- its life -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        Engine.start(self)
-        self.links.engines[self.name] = self
-        self.links.calls.pop(self.name, None)
-        self.threads.process = self.name
-        self.had = []
+        self._begin_process()
         kv_transfer_state._KV_CONNECTOR_AGENT = None  # of the processes before
         options = OPTIONS | {
             "blocks_per_chunk": self.width,
@@ -219,7 +215,6 @@ class VllmEngine(ClientEngine):
         self._watch_reports()
         self.draw = Draw(self.stand, hash_of(self.name) + self.starts, resets=RESETS)
         self.progress = Progress()
-        self.pressed = 0
 
     def new_memory(self) -> RankBytes:
         return RowBytes(len(self.shapes), self.rows)
