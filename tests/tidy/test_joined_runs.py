@@ -95,6 +95,21 @@ def test_what_fails_again_is_a_failure(tmp_path: Path) -> None:
     assert second.returncode == 1
 
 
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_third_run_counts_what_the_second_ran_once_more_for_the_first(
+    tmp_path: Path, passes: bool
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    run(tmp_path, FIRST, "--reports-to", first)
+    mended = FIRST.replace("42", "54") if passes else FIRST
+    run(tmp_path, mended, "--again-from", first, "--reports-to", again)
+    third = run(tmp_path, SECOND, "--reports-from", again, "-p", "tests.shown_reruns")
+    told = "3 passed, 1 rerun" if passes else "1 failed, 2 passed, 1 rerun"
+    assert told in third.stdout.splitlines()[-1], third.stdout
+    assert "run once more: test_it.py::test_bad (call)" in third.stdout
+    assert third.returncode == (0 if passes else 1)
+
+
 def test_nothing_is_run_once_more_where_all_passed(tmp_path: Path) -> None:
     reports = tmp_path / "reports"
     run(tmp_path, SECOND, "--reports-to", reports)

@@ -7,7 +7,9 @@ daemon; there are fewer blocks than requests want, so some are preempted.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -188,8 +190,21 @@ def served(stand: BytesStand, _connection: Any, name: str, length: int) -> dict[
     return {"found": stand.taken.cached_tokens[name]}
 
 
-def reset_twice(stand: BytesStand, _connection: Any, name: str) -> dict[str, Any]:
-    """Two resets with no step between them, while stores are under way; how many there were."""
+def reset_twice(stand: BytesStand, _connection: Any, name: str, mover: int) -> dict[str, Any]:
+    """Two resets with no step between them, while stores are under way; how many there were.
+
+    The process `mover` copies nothing until then.
+    """
+    os.kill(mover, signal.SIGSTOP)
+    try:
+        under_way = _reset_twice(stand, name)
+    finally:
+        os.kill(mover, signal.SIGCONT)
+    stand.drain()
+    return {"under way": under_way, "left": stand.left()}
+
+
+def _reset_twice(stand: BytesStand, name: str) -> int:
     stand.add(stand.request(name, prompt(name, 96), 8))
     for _ in range(2):
         stand.step()
@@ -197,8 +212,7 @@ def reset_twice(stand: BytesStand, _connection: Any, name: str) -> dict[str, Any
     under_way = len(stand.connector.connector_scheduler._jobs)
     for _ in range(2):
         stand.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    stand.drain()
-    return {"under way": under_way, "left": stand.left()}
+    return under_way
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {

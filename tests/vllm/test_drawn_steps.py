@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.stand_process import stand_process
+from tests.waiting import wait_until
 
 STEPS = 120
+TRIES = itertools.count()  # of a test that is run once more
 FULL, WINDOW, STATE = (16,), (16, 40), (32, 0, True)  # tokens of a block, window, recurrent
 ENGINES: dict[str, tuple[list[tuple[Any, ...]], dict[str, Any]]] = {
     "windows, blocks of several": ([FULL, WINDOW, (16, 33)], {"blocks_per_chunk": 2}),
@@ -41,7 +44,9 @@ def test_who_reads_no_cache_stores_again_after_a_reset(fork_server: None, kvd: N
 
 def test_two_resets_may_come_between_two_steps(fork_server: None, kvd: NodeDaemon) -> None:
     with stand_process("drawn_stand", kvd.socket, [FULL], {}) as ask:
-        told = ask(("reset twice", "reset twice"))
+        ask(("served", "its memory is registered", 16))
+        wait_until(lambda: len(kvd.movers()) == 1)  # those of the stands before have ended
+        told = ask(("reset twice", f"reset twice, {next(TRIES)}", *kvd.movers()))
         assert told["under way"]
         assert told["left"] == {}
 
