@@ -78,6 +78,19 @@ _OPTIONS = (
 )
 
 
+def _options() -> tuple[tuple[str, int], ...]:
+    connections = descriptors.most_connections()
+    # Of all that can come at once. By its own measure gRPC cancels calls from 1,000 on, by chance:
+    # anybody's, for the sake of who has the most.
+    calls = connections * MAX_STREAMS
+    return (
+        *_OPTIONS,
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server.max_pending_requests", calls),
+        ("grpc.server.max_pending_requests_hard_limit", calls),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the API and the pool are, and how GPUs are used."""
@@ -142,8 +155,7 @@ class ControlServer:
         """Take calls from now on. SocketTaken where another daemon does."""
         make_directory(place.socket, place.group)
         self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
-        most = ("grpc.max_allowed_incoming_connections", descriptors.most_connections())
-        server = grpc.aio.server(interceptors=[self._interceptor], options=(*_OPTIONS, most))
+        server = grpc.aio.server(interceptors=[self._interceptor], options=_options())
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineServicer(self.common, self.peers), server
         )
