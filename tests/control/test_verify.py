@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvd.cli.verify import EXIT_BROKEN, KEPT_FINDINGS, Report, ask, whole_report
 from kvd.core.upkeep.verify import Finding
+from kvd.runtime.driver import TICK_SECONDS
 from kvd.runtime.verify import MAX_FINDINGS, Look
 from kvd_proto import layout
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, RawEngine, block, refusal
 from tests.control.running_daemon import RunningDaemon
 from tests.faults.scene import links, target
+from tests.waiting import wait_until
 
 RECORD, HEADER, SUM = 128, 64, 8
 SLOTS_PER_EXTENT = (1 << 20) // 4096
@@ -34,6 +36,8 @@ class Victim:
     def __init__(self) -> None:
         self.daemon = RunningDaemon("--payload-checksums", "true")
         self.daemon.extent_bytes = 1 << 20
+        # At each tick another one looks at its registry, and ends where that was cut short.
+        self.daemon.module = "tests.control.daemon_that_misses_nothing"
         self.daemon.start()
         self.engine = RawEngine(self.daemon.socket)
         assert self.engine.store({key: block(key) for key in KEYS}).status == 1
@@ -67,6 +71,12 @@ class Victim:
         """Names of the broken invariants."""
         report = ask(self.daemon.socket, 20.0, with_bytes=with_bytes)
         return {each.invariant for each in report.findings}
+
+    def live_on(self) -> None:
+        """Return after as long as it takes the daemon to look at its files, and longer."""
+        with contextlib.closing(Caller(self.daemon.socket)) as tool:
+            began = tool.status().uptime_seconds
+            wait_until(lambda: tool.status().uptime_seconds > began + 4 * TICK_SECONDS)
 
     def close(self) -> None:
         self.engine.close()
@@ -172,7 +182,7 @@ def test_a_tag_of_no_block_and_a_lost_one_are_named(victim: Victim) -> None:
     assert victim.found() == set()
 
 
-@contextmanager
+@contextlib.contextmanager
 def moved(path: Path) -> Iterator[None]:
     aside = path.with_name(path.name + ".aside")
     path.rename(aside)
@@ -187,6 +197,7 @@ def moved(path: Path) -> Iterator[None]:
 )
 def test_a_file_that_is_gone_is_named(victim: Victim, name: str, invariant: str) -> None:
     with moved(victim.path(name)):
+        victim.live_on()
         assert victim.found() == {invariant}
     assert victim.found() == set()
 
@@ -200,6 +211,7 @@ def test_a_file_of_another_size_is_named(victim: Victim) -> None:
     registry = victim.path("registry.jsonl")
     whole = registry.read_bytes()
     os.truncate(registry, len(whole) - 5)
+    victim.live_on()
     assert victim.found() == {"registry"}
     registry.write_bytes(whole)
 
