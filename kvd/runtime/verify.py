@@ -87,10 +87,15 @@ class Verifier:
     async def look(self, part: Stage, after: int, *, with_bytes: bool) -> Look:
         """One part, or of the blocks a share; the next begins where the answer says.
 
-        NoThread where bytes are to be read, and there is no thread for that.
+        Nothing is read of a pool whose files were removed or cut short: what is mapped beyond a
+        file's end kills who reads it. NoThread where bytes are to be read, and there is no thread
+        for that.
         """
         look = Look()
         async with self._looking:
+            look.add(self._pool.books.directory())
+            if look.findings:
+                return look
             match part:
                 case Stage.NOTHING | Stage.ACCOUNTS:
                     await self._accounts(look)
@@ -231,7 +236,6 @@ class Verifier:
 
     async def _extents(self, look: Look) -> None:
         count = self._machine.config.extents
-        look.add(self._pool.books.directory())
         look.add(core.extents_held(self._machine.state))
         await self._others()
         owned = self._owned()

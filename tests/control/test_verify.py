@@ -36,7 +36,7 @@ class Victim:
     def __init__(self) -> None:
         self.daemon = RunningDaemon("--payload-checksums", "true")
         self.daemon.extent_bytes = 1 << 20
-        # At each tick another one looks at its registry, and ends where that was cut short.
+        # At each tick another one looks at its files, and ends where one was cut short.
         self.daemon.module = "tests.control.daemon_that_misses_nothing"
         self.daemon.start()
         self.engine = RawEngine(self.daemon.socket)
@@ -214,6 +214,19 @@ def test_a_file_of_another_size_is_named(victim: Victim) -> None:
     victim.live_on()
     assert victim.found() == {"registry"}
     registry.write_bytes(whole)
+
+
+def test_a_table_that_was_cut_short_is_named_and_not_read() -> None:
+    cut = Victim()
+    try:
+        os.truncate(cut.path("slots.table"), 0)
+        report = ask(cut.daemon.socket, 20.0)
+        assert [each.invariant for each in report.findings] == ["files"]
+        assert report.findings[0].problem == "it was cut short"
+        assert not cut.daemon.has_ended
+    finally:
+        cut.daemon.kill()  # it would write to the table
+        cut.close()
 
 
 def test_bytes_are_compared_only_where_that_is_asked_for(victim: Victim) -> None:
