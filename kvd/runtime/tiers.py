@@ -447,9 +447,20 @@ class Tiers:
         if deletion.fingerprint:
             self._report(ev.TierCleared(tier, deletion.fingerprint))
         if self._is_shared(tier):
-            others = (other for other in self._shared if deletion.name in self._deleting[other])
+            self._settle(tier, deletion.name)
+
+    def _settle(self, tier: TierId, name: bytes) -> None:
+        """A store that nodes share holds nothing of it any more; with EVERY, of no name but those
+        that it has yet to delete: else the next daemon has what is stored from now on deleted."""
+        generations = self._pool.generations
+        names = [name]
+        if name == EVERY:
+            left = (each for each, _ in generations.unsettled())
+            names += [each for each in left if each and each not in self._deleting[tier]]
+        for each in names:
+            others = [o for o in self._shared if self._deleting[o].keys() & {each, EVERY}]
             theirs = functools.reduce(or_, map(self._bits, others), 0)
-            self._pool.generations.settle(deletion.name, self._bits(tier) & ~theirs)
+            generations.settle(each, self._bits(tier) & ~theirs)
 
     def row_unmapped(self, tier: TierId, row: RowId) -> None:
         """The process no longer maps the row."""

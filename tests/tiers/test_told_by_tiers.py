@@ -119,6 +119,42 @@ async def test_so_many_namespaces_are_deleted_one_by_one_and_beyond_that_all(
 
 
 @on_loop
+async def test_a_shared_store_that_has_deleted_all_owes_no_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next daemon has it delete what was stored since, for all nodes."""
+    monkeypatch.setattr(module, "MAX_DELETIONS", 4)
+    generations = Generations(tmp_path / "generations.table")
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    rules = [TierRule(name, "nobody:Store", medium="REMOTE") for name in ("one", "two")]
+    made = Tiers(rules, pool, str, lambda _event: None, lambda: cast(Any, 1))
+    process = cast(Any, SimpleNamespace(delete_scopes=Mock(return_value=True)))
+
+    def clear(number: int) -> None:
+        made.scopes_cleared(NamespaceId(number))
+        for tier in (TIER, TierId(1)):
+            made.carry_out(act.ClearTier(tier, str(number)))
+
+    for number in range(5):  # the last is one too many: each is to delete all
+        clear(number)
+    made._keepers += [cast(Any, SimpleNamespace(process=process))] * 2
+    for tier in (TIER, TierId(1)):
+        made.tier_started(tier, process)
+    deletion = made._deleting[TIER][EVERY]
+    clear(7)  # behind that one
+    theirs = made._bits(TierId(1))
+    made.order_ended(TIER, TierAnswer(deletion.order, OrderEnd.ANSWERED, np.array([])))
+    left = dict(generations.unsettled())
+    assert left.pop(module._namespace_name("7")) == theirs | made._bits(TIER)
+    assert set(left.values()) == {theirs}
+    for each in [*made._deleting[TierId(1)].values(), *made._deleting[TIER].values()]:
+        for tier in (TierId(1), TIER):
+            made.order_ended(tier, TierAnswer(each.order, OrderEnd.ANSWERED, np.array([])))
+    assert generations.unsettled() == []
+    generations.close()
+
+
+@on_loop
 async def test_what_is_cleared_before_the_tiers_begin_is_deleted_once_they_serve(
     tmp_path: Path,
 ) -> None:
