@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import obstore
 from obstore.exceptions import (
@@ -64,9 +64,11 @@ RENEW_SECONDS = 1.0  # between two looks whether a refused bucket's files hold s
 LOG_SECONDS = 60.0  # between two lines about what is wrong with it
 LISTED_AT_ONCE = 1000  # that are listed in one request
 REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
+UNANSWERED_S = 60.0  # a write that had no answer may happen for so long
 READ_BYTES = 1 << 20  # copied at once
 _BUSY = "the bucket asks for fewer requests (503, 429)"
 _REFUSALS = ("NoSuchBucket", "AccessDenied", "ExpiredToken")
+_NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 
 
@@ -78,6 +80,7 @@ class Bucket:
         self._lock = threading.Lock()
         self._quiet_until = self._renew_at = self._say_at = self._say_busy_at = 0.0
         self._pacing = Pacing()
+        self._unanswered: dict[str, float] = {}  # namespaces, and until when a write may happen
         self.problem = ""  # that it did not answer last, or refused us, and why
         self._secrets = self._read_files()
         self._objects = self._open()
@@ -164,7 +167,8 @@ class Bucket:
         return lengths is not None and len(record) + sum(lengths) == size
 
     def _put(self, name: str, content: list[Any], mode: Any, *expected: type[OSError]) -> None:
-        with _answered(self, *expected):
+        with _answered(self, *expected) as asked:
+            asked.may_happen_late = name.rsplit("/", 2)[0]
             obstore.put(self._objects, name, content, mode=mode, use_multipart=False)
 
     def _has_lengths_of(self, name: str, block: TierBlock) -> bool:
@@ -194,6 +198,15 @@ class Bucket:
         """
         if self.has(f"{self._options.prefix}/{secrets.token_hex(16)}"):
             raise TierError("what answers for it is no bucket", TierReason.IO_ERROR)
+
+    def require_no_late_writes(self, below: str) -> None:
+        """TierTimeout while a write that had no answer may put an object below this name: it would
+        come after what is there was listed."""
+        with self._lock:
+            self._forget_unanswered()
+            left = list(self._unanswered)
+        if any(f"{each}/".startswith(f"{below}/") or below.startswith(f"{each}/") for each in left):
+            raise TierTimeout("a write that had no answer may happen yet")
 
     def remove(self, names: list[str]) -> None:
         """Remove them, where they are there."""
@@ -225,6 +238,19 @@ class Bucket:
         """TierError where it did not answer a moment ago."""
         if time.monotonic() < self._quiet_until:
             raise TierError(self.problem, TierReason.UNREACHABLE)
+
+    def note_unanswered(self, namespace: str) -> None:
+        """A write to it may happen yet."""
+        with self._lock:
+            self._unanswered.pop(namespace, None)  # the last one is to stand last
+            self._unanswered[namespace] = time.monotonic() + UNANSWERED_S
+            self._forget_unanswered()
+
+    def _forget_unanswered(self) -> None:
+        """Those that happen no more."""
+        now = time.monotonic()
+        while self._unanswered and next(iter(self._unanswered.values())) <= now:
+            del self._unanswered[next(iter(self._unanswered))]
 
     def note(self, error: TierError | None, began: float) -> None:
         """How a request went that began then."""
@@ -328,11 +354,12 @@ class _answered:  # noqa: N801 - it reads as a statement
     def __init__(self, bucket: Bucket, *expected: type[OSError]) -> None:
         self._bucket = bucket
         self._expected = expected
+        self.may_happen_late = ""  # the namespace that it writes to
         bucket.require_answering()
         self._began = time.monotonic()
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
@@ -344,6 +371,8 @@ class _answered:  # noqa: N801 - it reads as a statement
         if means in self._expected:
             self._bucket.note(None, self._began)
             raise means from None
+        if self.may_happen_late and _had_no_answer(error):
+            self._bucket.note_unanswered(self.may_happen_late)
         self._bucket.note(_translated(error), self._began)
         raise _translated(error) from None
 
@@ -357,6 +386,13 @@ def _meaning(error: Exception) -> type[OSError] | None:
     if isinstance(error, AlreadyExistsError | PreconditionError):
         return FileExistsError
     return None
+
+
+def _had_no_answer(error: Exception) -> bool:
+    """Whether nobody answered, or only what stands before the bucket may have."""
+    found = _STATUS.search(str(error))
+    answered = found is not None and found[1] < "500"
+    return not answered and _translated(error).reason in _NO_ANSWER
 
 
 def _translated(error: Exception) -> TierError:

@@ -86,6 +86,8 @@ class S3Store:
     def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
         require_keys(keys)
         self._begin_call(deadline)
+        for below in {self._bucket.below_scopes(key.scope) for key in keys}:
+            self._require_no_late_writes(below)
         self._remove(list({self._bucket.name_of(key) for key in keys}), deadline)
 
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
@@ -94,6 +96,8 @@ class S3Store:
         above: dict[str, list[bytes]] = {}
         for scope in scopes:
             above.setdefault(self._bucket.below_scopes(scope), []).append(scope)
+        for below in above:
+            self._require_no_late_writes(below)
         sweeps = [partial(self._sweep, below, some, deadline) for below, some in above.items()]
         self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline))
         self._raise_first(self._each([self._bucket.require_bucket], lambda ask: ask(), deadline))
@@ -139,6 +143,14 @@ class S3Store:
                 if mine:
                     left = True
                     self._bucket.remove(mine)
+
+    def _require_no_late_writes(self, below: str) -> None:
+        try:
+            self._bucket.require_no_late_writes(below)
+        except TierError as error:
+            with self._lock:
+                self._errors[error.reason] += 1
+            raise
 
     def _remove(self, names: list[str], deadline: float) -> None:
         groups = [names[at : at + REMOVED_AT_ONCE] for at in range(0, len(names), REMOVED_AT_ONCE)]
