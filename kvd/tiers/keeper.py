@@ -182,8 +182,9 @@ class TierKeeper:
         log.warning("%s: %s", self._config.title, self._yet_to_serve)
 
     def _wait_after(self, reason: str) -> None:
-        known = reason == self.reason or self._task.done()  # said at an earlier try; wanted
-        said = log.debug if known else log.warning
+        served = self.stage is KeeperStage.SERVING
+        known = reason == self.reason and not served  # said at an earlier try
+        said = log.debug if known or self._task.done() else log.warning  # done: it is wanted
         said("%s: %s", self._config.title, reason)
         self.reason = reason
         self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.WAITING)

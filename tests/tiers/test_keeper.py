@@ -119,7 +119,10 @@ async def kept(
 
 @short_waits
 @on_loop
-async def test_one_that_ends_is_started_again() -> None:
+async def test_one_that_ends_is_started_again_and_each_end_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same end as the last time, too: it may have served for weeks since."""
     async with tier_rig() as r:
         heard = Heard()
         async with kept(r, heard) as keeper:
@@ -130,6 +133,8 @@ async def test_one_that_ends_is_started_again() -> None:
                 await until(lambda: len(heard.started) == len(heard.gone))
             await until(lambda: len(heard.started) > 3)
         assert heard.gone == ["killed by SIGKILL"] * 3 + ["stopped"]
+        ends = [each for each in caplog.messages if "its process ended" in each]
+        assert ends == ["tier below: its process ended: killed by SIGKILL"] * 3
 
 
 @short_waits
