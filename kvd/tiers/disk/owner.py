@@ -31,8 +31,8 @@ def owned(directory: Path) -> int:
         owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
         os.close(fd)
         raise TierUnusable(
-            f"directories: {directory} is in use by another kvd, whose tier is process"
-            f" {owner or 'unknown'}: stop that kvd, or give this one a directory of its own"
+            f"directories: {directory} is in use by another tier, of this or another kvd, process"
+            f" {owner or 'unknown'}: stop that kvd, or give each tier directories of its own"
         ) from None
     try:
         os.pwrite(fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
