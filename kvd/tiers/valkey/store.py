@@ -24,7 +24,7 @@ from kvd.tiers.store import (
     require_keys,
     require_scopes,
 )
-from kvd.tiers.valkey.line import Command
+from kvd.tiers.valkey.line import Command, ServerRefusal
 from kvd.tiers.valkey.moves import Move, Moves
 from kvd.tiers.valkey.names import NameBook, slot_of
 from kvd.tiers.valkey.options import ValkeyOptions
@@ -236,9 +236,20 @@ class ValkeyStore:
             some = [name for name in names if name.startswith(begins)]
             if some:
                 sweep.found = True
-                commands: list[Command] = [["UNLINK", name] for name in some]
-                _require_done(self._servers.run(home, commands, deadline, changes=True))
+                self._unlink(home, some, deadline)
             sweep.cursor, sweep.is_over = cursor, cursor == _BEGIN
+
+    def _unlink(self, home: str, names: Sequence[bytes], deadline: float) -> None:
+        """Also of slots that are on their way to this server: they may stay so for ever."""
+        answers = self._servers.run(
+            home, [["UNLINK", name] for name in names], deadline, changes=True
+        )
+        coming = [name for name, said in zip(names, answers, strict=True) if _is_elsewhere(said)]
+        _require_done([said for said in answers if not _is_elsewhere(said)])
+        if coming:
+            commands: list[Command] = [["ASKING"], ["UNLINK", b""]] * len(coming)
+            commands[1::2] = [["UNLINK", name] for name in coming]
+            _require_done(self._servers.run(home, commands, deadline, changes=True)[1::2])
 
     def _begin_sweeps_anew(self, scopes: Iterable[bytes]) -> None:
         """What is written now may have names that a deletion has gone past."""
@@ -344,6 +355,10 @@ def _require_done(answers: Sequence[object]) -> None:
     for answer in answers:
         if isinstance(answer, TierError):
             raise answer
+
+
+def _is_elsewhere(answer: object) -> bool:
+    return isinstance(answer, ServerRefusal) and answer.code == "MOVED"
 
 
 def _found_names(said: object) -> tuple[bytes, list[bytes]]:

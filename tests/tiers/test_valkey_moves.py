@@ -1,0 +1,44 @@
+"""A namespace is cleared while slots of a Valkey cluster are on their way, or were left so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.tiers.store import Outcome
+from kvd.tiers.valkey.names import slot_of
+from kvd.tiers.valkey.store import ValkeyStore
+from tests.tiers.contract import ONE, keep, key, read, soon
+from tests.tiers.valkey_rig import ValkeyCluster, server_binary
+
+if server_binary() is None:
+    pytest.skip("no Valkey server is here", allow_module_level=True)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
+    made = ValkeyCluster(tmp_path, 2)
+    yield made
+    made.kill()
+
+
+def test_blocks_of_a_slot_that_was_left_on_its_way_are_deleted(cluster: ValkeyCluster) -> None:
+    """Else the deletion never ends, and the namespace is hidden as long."""
+    store = ValkeyStore({"addresses": cluster.addresses})
+    keep(store, range(8))
+    here, there = cluster.servers
+    names = {n: store._book.record_name(key(n)) for n in range(8)}
+    homes = {n: store._servers.home_of(slot_of(name)) for n, name in names.items()}
+    moved = [n for n, home in homes.items() if home == here.address]
+    assert moved
+    slots = [slot_of(names[n]) for n in moved]
+    cluster.begin_move(slots, giver=0, taker=1)
+    here.call("MIGRATE", there.host, there.port, names[moved[0]].decode(), 0, 5000)
+    store.delete_scopes([ONE], soon())
+    cluster.end_move(slots, taker=1)
+    store._servers.refresh()
+    assert [read(store, key(n))[0] for n in range(8)] == [Outcome.MISSING] * 8
+    assert "keys=" not in there.call("INFO", "keyspace")
+    store.close()
