@@ -11,7 +11,7 @@ from kvd.tiers.store import Outcome
 from kvd.tiers.valkey.names import slot_of
 from kvd.tiers.valkey.store import ValkeyStore
 from tests.tiers.contract import ONE, keep, key, read, soon
-from tests.tiers.valkey_rig import ValkeyCluster, server_binary
+from tests.tiers.valkey_rig import ValkeyCluster, ValkeyServer, server_binary
 
 if server_binary() is None:
     pytest.skip("no Valkey server is here", allow_module_level=True)
@@ -24,11 +24,23 @@ def cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
     made.kill()
 
 
-def test_blocks_of_a_slot_that_was_left_on_its_way_are_deleted(cluster: ValkeyCluster) -> None:
-    """Else the deletion never ends, and the namespace is hidden as long."""
+@pytest.mark.parametrize("to_a_new_one", [False, True])
+def test_blocks_of_a_slot_that_was_left_on_its_way_are_deleted(
+    cluster: ValkeyCluster, tmp_path: Path, *, to_a_new_one: bool
+) -> None:
+    """Else the deletion never ends, and the namespace is hidden as long, or they are found again
+    where they came to a server that had no slot before."""
+    if to_a_new_one:
+        new = ValkeyServer(tmp_path / "new", in_cluster=True)
+        cluster.servers.insert(1, new)
+        new.wait()
+        new.call(
+            "CLUSTER", "MEET", *(getattr(cluster.servers[0], n) for n in ("host", "port", "bus"))
+        )
+        cluster.wait()
     store = ValkeyStore({"addresses": cluster.addresses})
     keep(store, range(8))
-    here, there = cluster.servers
+    here, there = cluster.servers[:2]
     names = {n: store._book.record_name(key(n)) for n in range(8)}
     homes = {n: store._servers.home_of(slot_of(name)) for n, name in names.items()}
     moved = [n for n, home in homes.items() if home == here.address]

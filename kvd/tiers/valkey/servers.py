@@ -32,6 +32,7 @@ NOBODY = ""
 LOOK_SECONDS = 1.0  # between looks at the servers
 HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something follows it
 _HEAD_END = b"%d" % (HEAD_BYTES - 1)
+_WITHOUT_SLOTS = 8  # words that CLUSTER NODES has of a server without slots
 EMPTIED = 10  # of which less than such a part is left, a look later
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
 ELSEWHERE = -2  # in place of a value's length
@@ -105,6 +106,12 @@ class Servers:
         if NOBODY in self._slots:
             raise TierError("some of the cluster's slots have no server", TierReason.UNREACHABLE)
         return list(self._homes)
+
+    def holders(self, deadline: float) -> list[str]:
+        """Likewise, and those that have no slot yet: the first may be on its way there."""
+        homes = self.homes()
+        (said,) = self.run(homes[0], [["CLUSTER", "NODES"]], deadline)
+        return [*homes, *_without_slots(said)] if isinstance(said, bytes) else homes
 
     def require_answering(self, home: Home) -> None:
         """TierError where it is known that nobody answers there."""
@@ -451,6 +458,19 @@ def _slots_of(ranges: Answer, asked: Home) -> tuple[list[Home], list[Home]]:
     except (TypeError, ValueError, AttributeError):
         raise TierError(f"{asked}: it names slots that can't be", TierReason.REFUSED) from None
     return slots, homes
+
+
+def _without_slots(said: bytes) -> list[Home]:
+    """Of what a server says of the cluster's servers, those that could take slots and have none."""
+    away = {"fail", "fail?", "handshake", "noaddr"}
+    found: list[Home] = []
+    for line in said.decode(errors="replace").splitlines():
+        words = line.split()
+        flags = set(words[2].split(",")) if len(words) == _WITHOUT_SLOTS else set()
+        home = words[1].partition("@")[0] if flags else NOBODY
+        if "master" in flags and not flags & away and home.rpartition(":")[2].isdigit():
+            found.append(home)
+    return found
 
 
 def keys_of(said: dict[str, str]) -> int:

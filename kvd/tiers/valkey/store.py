@@ -190,13 +190,13 @@ class ValkeyStore:
             is_done = False
             while not is_done:
                 self._servers.refresh()
-                if self._servers.homes() != homes:
-                    homes, sweeps = self._servers.homes(), {}
+                if (now := self._servers.holders(deadline)) != homes:
+                    homes, sweeps = now, {}
                 self._sweep_all(homes, sweeps, begins, deadline)
                 is_done = not any(sweep.found for sweep in sweeps.values())
                 sweeps.clear()
                 self._servers.refresh()
-                is_done = is_done and self._servers.homes() == homes
+                is_done = is_done and self._servers.holders(deadline) == homes
         except TierError:
             with self._lock:
                 self._unfinished[begins] = (homes, sweeps)
