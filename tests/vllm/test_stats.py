@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    values,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
@@ -121,6 +131,27 @@ def test_the_connections_own_figures_are_counted_from_its_beginning(frontend: Fr
     figures.session = None
     assert frontend.observe(stats)
     assert frontend.value("vllm:kvd_connected") == 0
+
+
+def test_of_several_api_servers_the_one_told_last_says_whether_the_engine_is_connected(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    frontends, stats, figures = [], KvdStats(), Figures()
+    stats.watch(figures)
+    for server, session in ((1, object()), (2, None)):
+        of_server: Any = values.MultiProcessValue
+        monkeypatch.setattr(values, "ValueClass", of_server(partial(int, server)))
+        frontends.append(Frontend(model))
+        figures.session = session
+        assert frontends[-1].observe(stats)
+        frontends[-1].close()
+    told = CollectorRegistry()
+    collector: Any = MultiProcessCollector
+    collector(told)
+    text = generate_latest(told).decode()
+    samples = [line for line in text.splitlines() if line.startswith("vllm:kvd_connected")]
+    assert samples == ['vllm:kvd_connected{engine="0",model_name="tiny"} 0.0']
 
 
 def test_lookups_given_up_are_counted_by_reason_and_once(frontend: Frontend) -> None:

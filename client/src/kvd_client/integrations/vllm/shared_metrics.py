@@ -11,16 +11,23 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 
 def shareable(metric_types: Mapping[Any, Any]) -> dict[Any, Any]:
-    """VLLM's classes of metrics, each made late."""
+    """VLLM's classes of metrics, each made late.
+
+    With several API servers an engine tells one of them at a time. So of a gauge what was told last
+    counts, as vLLM has it for its own; else each server would go on telling what it heard once.
+    """
     late = Latecomers()
     REGISTRY.register(late)
-    return {kind: partial(late.declare, made_by) for kind, made_by in metric_types.items()}
+    made = {kind: partial(late.declare, made_by) for kind, made_by in metric_types.items()}
+    if Gauge in made:
+        made[Gauge] = partial(made[Gauge], multiprocess_mode="mostrecent")
+    return made
 
 
 class Latecomers(Collector):
