@@ -109,3 +109,14 @@ def test_pooling_over_tokens_that_a_hit_leaves_out_is_refused(model: Path) -> No
 
 def test_pooling_by_the_last_token_is_taken(model: Path) -> None:
     check_config(pooling(model, "LAST"))
+
+
+def test_what_a_model_with_reference_windows_generates_is_not_to_be_stored(model: Path) -> None:
+    def with_windows(**options: Any) -> Any:
+        vllm_config = configure(model, options).vllm
+        vllm_config.model_config.model_arch_config.rswa_window = 128
+        return vllm_config
+
+    check_config(with_windows())
+    with pytest.raises(ValueError, match=r"R-SWA.*Leave offload_prompt_only out"):
+        check_config(with_windows(offload_prompt_only=False))

@@ -104,6 +104,7 @@ def check_config(vllm_config: Any) -> None:
     if parallel.world_size > MAX_RANKS:
         raise ValueError(f"{parallel.world_size} ranks, kvd allows {MAX_RANKS} an engine")
     _check_pooling(vllm_config.model_config)
+    _check_prompt_only(vllm_config)
     try:
         layout.require_ordered_stores()
     except RuntimeError as error:
@@ -123,6 +124,21 @@ def _check_pooling(model_config: Any) -> None:
         raise ValueError(
             f"this model's pooling ({named or 'all tokens'}) needs each token of a prompt computed"
             " anew, so nothing that kvd has could be loaded. Leave --kv-transfer-config out"
+        )
+
+
+def _check_prompt_only(vllm_config: Any) -> None:
+    """Raise ValueError where generated tokens attend to less than the same tokens of a prompt do.
+
+    So it is with reference sliding windows (R-SWA). VLLM turns its own prefix cache off for these.
+    """
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    window = getattr(vllm_config.model_config, "rswa_window", None)
+    if window is not None and not extra_config.get("offload_prompt_only", True):
+        raise ValueError(
+            f"this model's generated tokens attend to {window} of their own (R-SWA), and as part of"
+            " another prompt to all: their KV would be wrong there. Leave offload_prompt_only out"
+            " of kv_connector_extra_config, so that prompts alone are stored"
         )
 
 
