@@ -401,6 +401,23 @@ def test_the_daemon_runs_without_root_and_without_capabilities(chart: helm.Chart
     }
 
 
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_large_users_and_groups_are_written_out(chart: helm.Chart, mode: str) -> None:
+    """Numbers of a file of values are floats, which would be written as 1.00066e+09."""
+    volumes: list[Any] = [{"emptyDir": {}}]
+    disk = {"name": "disk", "kind": "disk", "volumes": volumes}
+    huge = {"sizeGiB": 16, "hugePages": {"size": "2Mi"}}
+    values = {"user": 1000660000, "group": 1000670000, "mode": mode, "tiers": [disk], "pool": huge}
+    chart.validate_schema(values)
+    rendered = chart.render(values, name="demo", namespace="caches")
+    assert "e+" not in "".join(rendered.values())
+    made = objects(chart, values)
+    kind = "DaemonSet" if mode == "daemonset" else "Deployment-engine"
+    script = made[kind]["spec"]["template"]["spec"]["initContainers"][0]["command"][-1]
+    assert script.count("install -d -o 1000660000 -g 1000670000 ") == 4
+    assert made["ConfigMap-connection"]["data"]["group"] == "1000670000"
+
+
 def test_kubernetes_sets_no_variables_that_the_daemon_takes_for_settings(
     chart: helm.Chart,
 ) -> None:

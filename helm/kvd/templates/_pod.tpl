@@ -25,14 +25,14 @@
         mount -o remount,size={{ include "kvd.tmpfsMiB" . }}m $pool
       fi
       {{- end }}
-      install -d -o {{ .Values.user }} -g {{ .Values.group }} -m 0700 /var/lib/kvd/pool
-      install -d -o {{ .Values.user }} -g {{ .Values.group }} -m 0750 /run/kvd
+      install -d -o {{ int64 .Values.user }} -g {{ int64 .Values.group }} -m 0700 /var/lib/kvd/pool
+      install -d -o {{ int64 .Values.user }} -g {{ int64 .Values.group }} -m 0750 /run/kvd
       {{- if .Values.pool.hugePages.size }}
-      install -d -o {{ .Values.user }} -g {{ .Values.group }} -m 0700 /var/lib/kvd/extents
+      install -d -o {{ int64 .Values.user }} -g {{ int64 .Values.group }} -m 0700 /var/lib/kvd/extents
       {{- end }}
       {{- range $tier := .Values.tiers }}
       {{- range $place, $source := $tier.volumes }}
-      install -d -o {{ $.Values.user }} -g {{ $.Values.group }} -m 0700 /var/lib/kvd/tiers/{{ $tier.name }}/{{ $place }}
+      install -d -o {{ int64 $.Values.user }} -g {{ int64 $.Values.group }} -m 0700 /var/lib/kvd/tiers/{{ $tier.name }}/{{ $place }}
       {{- end }}
       {{- end }}
   securityContext:
