@@ -296,6 +296,12 @@ def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
     [
         ({"requests": {"cpu": 4}}, {"cpu": 4, "memory": "19Gi"}, {"memory": "19Gi"}),
         ({"limits": {"cpu": 8}}, {"cpu": "1", "memory": "19Gi"}, {"cpu": 8, "memory": "19Gi"}),
+        (
+            {"limits": {"cpu": "500m"}},
+            {"cpu": "500m", "memory": "19Gi"},
+            {"cpu": "500m", "memory": "19Gi"},
+        ),
+        ({"limits": {"cpu": 0.5}}, {"cpu": 0.5, "memory": "19Gi"}, {"cpu": 0.5, "memory": "19Gi"}),
         ({"limits": {"memory": "9Gi"}}, {"cpu": "1", "memory": "9Gi"}, {"memory": "9Gi"}),
         ({"requests": {"memory": "40Gi"}}, {"cpu": "1", "memory": "40Gi"}, {"memory": "40Gi"}),
         (
@@ -305,7 +311,16 @@ def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
         ),
         ({"claims": [{"name": "gpus"}]}, {"cpu": "1", "memory": "19Gi"}, {"memory": "19Gi"}),
     ],
-    ids=["cpu", "cpu limit", "memory limit", "memory request", "both", "claims"],
+    ids=[
+        "cpu",
+        "cpu limit",
+        "low limit",
+        "lower limit",
+        "memory limit",
+        "memory request",
+        "both",
+        "claims",
+    ],
 )
 def test_what_resources_do_not_say_of_memory_is_what_the_pool_needs(
     chart: helm.Chart, given: dict[str, Any], requests: dict[str, Any], limits: dict[str, Any]

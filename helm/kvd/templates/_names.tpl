@@ -91,6 +91,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $requests $name (get $capped $name) -}}
 {{- end -}}
 {{- end -}}
+{{- /* The cluster would refuse the daemon's share of a processor above a limit that is less. */ -}}
+{{- with $capped.cpu -}}
+{{- $cpu := toString . -}}
+{{- $milli := ternary (float64 (trimSuffix "m" $cpu)) (mulf 1000 (float64 $cpu)) (hasSuffix "m" $cpu) -}}
+{{- if lt $milli 1000.0 -}}
+{{- $_ := set $requests "cpu" . -}}
+{{- end -}}
+{{- end -}}
 {{- $whole := dict "requests" (mergeOverwrite $requests $asked) "limits" (mergeOverwrite $limits $capped) -}}
 {{- toYaml (merge $whole (omit $given "requests" "limits")) -}}
 {{- end -}}
