@@ -316,6 +316,18 @@ def test_an_engines_pods_are_not_the_daemonsets(chart: helm.Chart) -> None:
     assert made["Deployment-engine"]["spec"]["selector"]["matchLabels"].items() <= theirs.items()
 
 
+def test_an_upgrade_may_change_the_mode_of_a_release_with_engines(chart: helm.Chart) -> None:
+    """Kubernetes refuses another selector for a Deployment of the same name."""
+    before, after = (
+        objects(chart, {"mode": mode, "engine": {"enabled": True}})["Deployment-engine"]
+        for mode in ("daemonset", "sidecar")
+    )
+    assert before["metadata"]["name"] == after["metadata"]["name"]
+    assert before["spec"]["selector"] == after["spec"]["selector"]
+    theirs = after["spec"]["template"]["metadata"]["labels"]
+    assert after["spec"]["selector"]["matchLabels"].items() <= theirs.items()
+
+
 @pytest.mark.parametrize("groups", [[], [44, 109], [10001, 44]])
 def test_an_engines_own_groups_come_beside_the_sockets(
     chart: helm.Chart, groups: list[int]

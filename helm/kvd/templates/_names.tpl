@@ -17,6 +17,12 @@ app.kubernetes.io/name: {{ include "kvd.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- /* Of both modes alike: Kubernetes lets no upgrade change what a Deployment's pods are found by. */ -}}
+{{- define "kvd.engineSelector" -}}
+app.kubernetes.io/instance: {{ .Release.Name }}
+kvd/engine-of: {{ include "kvd.fullname" . }}
+{{- end -}}
+
 {{- /* Of an engine's pod; in a sidecar's it is the daemon's pod, too, and is scraped as such. */ -}}
 {{- define "kvd.engineLabels" -}}
 {{- if eq .Values.mode "sidecar" -}}
@@ -26,6 +32,7 @@ app.kubernetes.io/name: {{ include "kvd.name" . | trunc 56 | trimSuffix "-" }}-e
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 app.kubernetes.io/component: engine
+kvd/engine-of: {{ include "kvd.fullname" . }}
 {{- end -}}
 
 {{- define "kvd.labels" -}}
