@@ -7,10 +7,13 @@
 #   docker build --build-arg GPU=cuda12 .
 # That adds CuPy, which carries the CUDA runtime; the driver's libraries are put into the container
 # by NVIDIA's container toolkit. No CUDA base image is needed.
+# For tiers of the kinds s3 and mooncake, which need more beside kvd (docs/tiers.md):
+#   docker build --build-arg EXTRAS=s3,mooncake .
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 ARG GPU=
+ARG EXTRAS=
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /src
 COPY requirements/constraints.txt requirements/constraints.txt
@@ -27,10 +30,11 @@ COPY deploy deploy
 COPY kvd kvd
 RUN /build/tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-deps \
       --no-build-isolation --wheel-dir /build/wheels ./client .
-RUN python3 -m venv /opt/kvd \
+RUN extras="${GPU}${GPU:+${EXTRAS:+,}}${EXTRAS}" \
+ && python3 -m venv /opt/kvd \
  && /opt/kvd/bin/pip install --no-cache-dir --disable-pip-version-check \
       -c requirements/constraints.txt /build/wheels/kvd_client-*.whl \
-      "$(echo /build/wheels/kvd-*.whl)${GPU:+[${GPU}]}" \
+      "$(echo /build/wheels/kvd-*.whl)${extras:+[${extras}]}" \
  && /opt/kvd/bin/kvd version \
  && /opt/kvd/bin/python -m pip uninstall --yes --quiet pip setuptools
 
@@ -38,6 +42,14 @@ FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="kvd" \
       org.opencontainers.image.description="KV cache of LLM engines, in host memory" \
       org.opencontainers.image.licenses="Apache-2.0"
+ARG EXTRAS=
+# What Mooncake's client is linked with.
+# hadolint ignore=DL3008
+RUN case ",${EXTRAS}," in *,mooncake,*) \
+      apt-get update \
+      && apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4 \
+      && rm -rf /var/lib/apt/lists/* ;; \
+    esac
 # Fixed numbers, so that files on a pool that outlives the container keep their owner.
 RUN groupadd --system --gid 10001 kvd \
  && useradd --system --uid 10001 --gid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin kvd \

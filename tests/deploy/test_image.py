@@ -61,9 +61,15 @@ def test_every_base_image_is_pinned_to_a_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "extra"), [({}, ""), ({"GPU": ""}, ""), ({"GPU": "cuda12"}, "[cuda12]")]
+    ("arguments", "extra"),
+    [
+        ({"GPU": "", "EXTRAS": ""}, ""),
+        ({"GPU": "cuda12", "EXTRAS": ""}, "[cuda12]"),
+        ({"GPU": "", "EXTRAS": "s3,mooncake"}, "[s3,mooncake]"),
+        ({"GPU": "cuda13", "EXTRAS": "s3"}, "[cuda13,s3]"),
+    ],
 )
-def test_the_build_argument_asks_for_the_extra_of_its_name(
+def test_the_build_arguments_ask_for_the_extras_of_their_names(
     tmp_path: Path, arguments: dict[str, str], extra: str
 ) -> None:
     (install,) = (
@@ -71,10 +77,11 @@ def test_the_build_argument_asks_for_the_extra_of_its_name(
         for step in instructions(DOCKERFILE)
         if step.name == "RUN" and "/build/wheels/kvd_client" in step.rest
     )
+    extras, _, _ = install.rest.partition("&&")
     _, _, words = install.rest.partition("pip install")
     for name in ("kvd-1-py3-none-any.whl", "kvd_client-1-py3-none-any.whl"):
         (tmp_path / name).touch()
-    command = "echo" + words.partition("&&")[0].replace("/build/wheels", str(tmp_path))
+    command = extras + "&& echo" + words.partition("&&")[0].replace("/build/wheels", str(tmp_path))
     environment = {"PATH": "/usr/bin:/bin", **arguments}
     printed = subprocess.run(
         ["/bin/bash", "-euc", command],
@@ -85,6 +92,23 @@ def test_the_build_argument_asks_for_the_extra_of_its_name(
         f"{tmp_path}/kvd_client-1-py3-none-any.whl",
         f"{tmp_path}/kvd-1-py3-none-any.whl{extra}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("extras", "is_asked"), [("", False), ("s3", False), ("mooncake", True), ("s3,mooncake", True)]
+)
+def test_the_image_has_the_libraries_of_mooncakes_client_where_it_has_the_client(
+    tmp_path: Path, extras: str, is_asked: bool
+) -> None:
+    (step,) = (step.rest for step in instructions(DOCKERFILE) if "apt-get" in step.rest)
+    step = step.replace("/var/lib/apt", str(tmp_path))
+    (tmp_path / "apt-get").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "apt-get").chmod(0o755)
+    printed = subprocess.run(
+        ["/bin/sh", "-euc", step], check=True, capture_output=True, text=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "EXTRAS": extras},
+    ).stdout  # fmt: skip
+    assert ("libibverbs1 libnuma1 libcurl4" in printed) is is_asked
 
 
 def test_every_extra_for_gpus_has_a_cuda_version_and_brings_cupy_and_nvml_alone() -> None:
