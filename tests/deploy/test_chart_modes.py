@@ -308,6 +308,17 @@ def test_the_guides_pod_is_the_one_that_the_chart_makes(chart: helm.Chart) -> No
     assert reference == ours["env"][0]["valueFrom"]["configMapKeyRef"]["key"]
 
 
+def test_the_guide_names_no_pod_security_that_refuses_the_nodes_directories(
+    chart: helm.Chart,
+) -> None:
+    made = objects(chart, {"engine": {"enabled": True}})
+    for kind in ("DaemonSet", "Deployment-engine"):
+        spec = made[kind]["spec"]["template"]["spec"]
+        assert any("hostPath" in volume for volume in spec["volumes"])
+    guide = (CHART.parents[1] / "docs/kubernetes.md").read_text()
+    assert set(re.findall(r"pod-security.kubernetes.io/enforce=(\w+)", guide)) == {"privileged"}
+
+
 def test_an_engines_pods_are_not_the_daemonsets(chart: helm.Chart) -> None:
     made = objects(chart, {"engine": {"enabled": True}})
     wanted = made["DaemonSet"]["spec"]["selector"]["matchLabels"]
