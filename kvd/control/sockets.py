@@ -117,7 +117,8 @@ def require_bindable(socket_file: Path) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise OSError(
             f"the socket's directory {directory} can't be written to by uid {os.geteuid()}: give it"
-            " to the daemon's user, or choose another --socket"
+            " to the daemon's user (under systemd: RuntimeDirectory= or ReadWritePaths= of its"
+            " unit), or choose another --socket"
         )
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(socket_file.lstat().st_mode):

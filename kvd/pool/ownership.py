@@ -47,6 +47,10 @@ _BLANK = b"\n"
 _NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+CLOSED_FIX = (
+    "mount its file system for writing, let kvd write there (under systemd: ReadWritePaths= of its"
+    " unit), or name another directory"
+)
 
 
 class MoverRecord(NamedTuple):
@@ -82,19 +86,18 @@ def _own(wanted: Wanted) -> None:
     except NotTrustedError as error:
         raise PoolError(str(error)) from error
     except OSError as error:
+        fix = "name a directory that the daemon's user may write to"
+        if error.errno == errno.EROFS:
+            fix = CLOSED_FIX
         raise PoolError(
-            f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; name a directory that"
-            " the daemon's user may write to"
+            f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; {fix}"
         ) from error
 
 
 def require_writable(extents_directory: Path) -> None:
     """PoolError where this user may make no files there."""
     if not os.access(extents_directory, os.W_OK | os.X_OK):
-        raise PoolError(
-            f"extents_directory {extents_directory} can't be written to: mount its file system for"
-            " writing, or name another directory"
-        )
+        raise PoolError(f"extents_directory {extents_directory} can't be written to: {CLOSED_FIX}")
 
 
 def require_files(config: PoolConfig) -> None:
@@ -132,8 +135,7 @@ def own_pool(path: Path) -> int:
         if error.errno not in _CLOSED:
             raise
         raise PoolError(
-            f"pool_directory {path.parent} can't be written to ({error.strerror}): mount its file"
-            " system for writing, or name another directory"
+            f"pool_directory {path.parent} can't be written to ({error.strerror}): {CLOSED_FIX}"
         ) from error
     try:
         if not _locked(fd):

@@ -246,6 +246,28 @@ def test_a_disk_tier_may_write_to_its_directories_alone_and_may_be_missing(tmp_p
     assert added["Service"]["LimitNOFILE"] == service()["LimitNOFILE"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+@pytest.mark.parametrize(("pool", "more"), [("there", []), ("missing", []), ("there", ["--check"])])
+def test_a_pool_that_the_unit_may_not_write_to_is_refused_with_the_units_setting(
+    tmp_path: Path, pool: str, more: list[str]
+) -> None:
+    """As ProtectSystem=strict leaves a tmpfs that ReadWritePaths= does not name."""
+    place = tmp_path / "place"
+    script = (
+        f"mkdir {place}; mount -t tmpfs -o size=96m,mode=0700 kvd {place}; mkdir -m 700"
+        f' {place}/there; mount -o remount,ro,bind {place}; exec "$@"'
+    )
+    serve = [sys.executable, "-m", "kvd", "serve", *more, "--http-port=0", "--pool-bytes=16MiB"]
+    where = [f"--pool-directory={place}/{pool}", f"--socket={tmp_path}/run/kvd.sock"]
+    said = subprocess.run(
+        ["unshare", "-m", "/bin/sh", "-euc", script, "sh", *serve, *where],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert said.returncode in (1, 3)
+    assert f"pool_directory {place}/{pool} can't be " in said.stdout + said.stderr
+    assert "ReadWritePaths=" in said.stdout + said.stderr
+
+
 def test_the_daemon_accepts_the_example_settings() -> None:
     read = config.load({"config": str(UNITS / "kvd.toml")}, {})
     assert read.pool_directory == Path("/var/lib/kvd/pool")

@@ -27,7 +27,7 @@ from kvd.pool.capacity_check import (
 )
 from kvd.pool.choices import settled
 from kvd.pool.config import PoolConfig, PoolError
-from kvd.pool.ownership import refuse_owned, require_files, require_writable
+from kvd.pool.ownership import CLOSED_FIX, refuse_owned, require_files, require_writable
 from kvd.processes import extras
 from kvd.tiers.kinds import check_options, require_library
 from kvd.tiers.store import LibraryMissing, TierUnusable
@@ -110,10 +110,7 @@ def _require_place(on: Subject) -> None:
         _require_extents_directory(pool)
         require_files(pool)
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise PoolError(
-                f"pool_directory {directory} can't be written to: mount its file system for"
-                " writing, or name another directory"
-            )
+            raise PoolError(f"pool_directory {directory} can't be written to: {CLOSED_FIX}")
         if not _is_answered(on):  # else it is that daemon's
             refuse_owned(pool)
     if is_measured:
