@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,27 @@ def test_each_directory_is_a_volume_that_is_the_daemons_own(chart: helm.Chart) -
         assert mount in init["volumeMounts"]
         assert f"install -d -o 10001 -g 10001 -m 0700 {path}\n" in init["command"][-1] + "\n"
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories away")
+def test_a_claim_that_the_kubelet_opened_to_a_group_is_the_daemons_alone_again(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    """With fsGroup it does so before each pod that mounts what an earlier one wrote."""
+    (init,) = pod(chart, {"tiers": [DISK], "user": 1, "podSecurityContext": {"fsGroup": 2000}})[
+        "initContainers"
+    ]
+    lines = [line for line in init["command"][-1].splitlines() if "/tiers/" in line]
+    for place in range(3):
+        slab = tmp_path / f"fast_disk/{place}/slab"
+        slab.parent.mkdir(parents=True)
+        slab.touch()
+        os.chown(slab, 1, 2000)
+        slab.chmod(0o660)
+    script = "\n".join(lines).replace("/var/lib/kvd/tiers", str(tmp_path))
+    subprocess.run(["/bin/sh", "-euc", script], check=True)
+    modes = [(tmp_path / f"fast_disk/{n}/slab").stat().st_mode & 0o777 for n in range(3)]
+    assert modes == [0o660, 0o600, 0o600], "a hostPath is opened by somebody else, if at all"
 
 
 def test_secrets_come_as_files_and_stand_in_no_config(chart: helm.Chart) -> None:

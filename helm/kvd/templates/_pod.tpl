@@ -33,6 +33,10 @@
       {{- range $tier := .Values.tiers }}
       {{- range $place, $source := $tier.volumes }}
       install -d -o {{ int64 $.Values.user }} -g {{ int64 $.Values.group }} -m 0700 /var/lib/kvd/tiers/{{ $tier.name }}/{{ $place }}
+      {{- if not (hasKey $source "hostPath") }}
+      # By fsGroup the kubelet opens what an earlier pod left there, and the daemon would refuse it.
+      find /var/lib/kvd/tiers/{{ $tier.name }}/{{ $place }} -maxdepth 1 -type f -user {{ int64 $.Values.user }} -exec chmod go= {} +
+      {{- end }}
       {{- end }}
       {{- end }}
   securityContext:
