@@ -161,3 +161,29 @@ def test_more_tiers_than_a_daemon_may_have_are_refused(chart: helm.Chart) -> Non
     chart.validate_schema({"tiers": tiers[:8]})
     with pytest.raises(helm.HelmValuesError):
         chart.validate_schema({"tiers": tiers})
+
+
+SECRET = {"name": "s3", "key": "ca.crt"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ([CLUSTER, CLUSTER], "tiers has two of the name cluster: rename one"),
+        ([{"name": "d", "kind": "disk"}], "tier d is a disk without a directory: give it volumes"),
+        (
+            [{**DISK, "options": {"directories": ["/data"]}}],
+            "tier fast_disk has options.directories beside volumes",
+        ),
+        (
+            [{**CLUSTER, "options": {"ca_file": "/ca"}, "secretFiles": {"ca_file": SECRET}}],
+            "ca_file among options and secretFiles",
+        ),
+    ],
+    ids=["name", "nowhere", "directories", "secret"],
+)
+def test_a_tier_with_which_no_daemon_would_serve_is_refused(
+    chart: helm.Chart, wrong: list[dict[str, Any]], says: str
+) -> None:
+    with pytest.raises(helm.HelmRenderError, match=says):
+        objects(chart, {"tiers": wrong})

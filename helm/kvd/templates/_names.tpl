@@ -129,8 +129,32 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- fail (printf "terminationGracePeriodSeconds is %v, and the daemon drains for up to %v s (config.drain_seconds): it would be killed; give it 5 s more than that at least" .Values.terminationGracePeriodSeconds $drain) -}}
 {{- end -}}
 {{- include "kvd.refuseLabels" . -}}
+{{- include "kvd.refuseTiers" . -}}
 {{- include "kvd.refuseVolumes" . -}}
 {{- include "kvd.refuseSettings" . -}}
+{{- end -}}
+
+{{- /* A key or a name twice, with which the daemon would not start, and a disk that is nowhere. */ -}}
+{{- define "kvd.refuseTiers" -}}
+{{- $names := list -}}
+{{- range .Values.tiers -}}
+{{- $options := default dict .options -}}
+{{- if has .name $names -}}
+{{- fail (printf "tiers has two of the name %s: rename one" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- if and .volumes (hasKey $options "directories") -}}
+{{- fail (printf "tier %s has options.directories beside volumes, of which the chart makes them: leave one of the two out" .name) -}}
+{{- end -}}
+{{- if and (eq (toString .kind) "disk") (not .volumes) (not $options.directories) -}}
+{{- fail (printf "tier %s is a disk without a directory: give it volumes" .name) -}}
+{{- end -}}
+{{- range $option, $_ := .secretFiles -}}
+{{- if hasKey $options $option -}}
+{{- fail (printf "a tier has %s among options and secretFiles: leave one of the two out" $option) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Flags and variables count before kvd.toml, which has what probes, mounts and memory go by. */ -}}
