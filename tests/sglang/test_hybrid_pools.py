@@ -208,6 +208,28 @@ def test_a_pool_that_came_later_is_served_too(make_backend: MakeBackend) -> None
     assert done == {PoolName.MAMBA: [True]}, backend._opened[-1].refusals
 
 
+def test_a_drafters_pages_and_the_models_are_found_after_another_attach(
+    make_backend: MakeBackend,
+) -> None:
+    """At a start SGLang registers a drafter's pools once the backend is attached, else with all."""
+    keys = [f"{number:064x}" for number in range(100, 104)]
+    indices = torch.arange(len(keys) * PAGE_TOKENS)
+    model, draft = host_pool(mha_device_pool()), host_pool(mha_device_pool(layers=1))
+    started = make_backend({PoolName.KV: model})
+    started.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+    assert started._opened[-1].wait_usable(PATIENCE_S)
+    both = [
+        PoolTransfer(name=name, keys=keys, host_indices=indices)
+        for name in (PoolName.KV, PoolName.DRAFT)
+    ]
+    assert all(map(all, started.batch_set_v2(both).values()))
+    started.close()
+    attached = make_backend({PoolName.KV: model, PoolName.DRAFT: draft})
+    found = attached.batch_exists_v2(keys, [PoolTransfer(name=PoolName.DRAFT)])
+    assert found.extra_pool_hit_pages == {PoolName.KV: len(keys), PoolName.DRAFT: len(keys)}
+    assert all(map(all, attached.batch_get_v2(both).values()))
+
+
 def test_pools_outside_memory_files_are_refused_with_the_way_out(kvd: DaemonProcess) -> None:
     """The first one while SGLang can still undo the attach."""
     backend = KvdHiCache(storage_config(extra_config(kvd.socket)))

@@ -44,6 +44,7 @@ from kvd_client.worker import GroupLayout, SharedMemory
 log = logging.getLogger(__name__)
 
 KV = str(PoolName.KV.value)
+DRAFT = str(PoolName.DRAFT.value)  # which the names of all pools of a drafter begin with
 # How often the engine that has this pool has cleared: the pool stays while backends come and go.
 _clears: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -99,15 +100,26 @@ class KvdHiCache(HiCacheStorage):
     def on_host_pools_registered(self) -> None:
         """Hand all pools to the daemon. Raises for those that it can't have."""
         pools = [HostPool(name, pool) for name, pool in self.registered_pools.items()]
-        for is_replicated in (False, True):
-            part = [each for each in pools if self._is_replicated(each) is is_replicated]
-            if part:
-                self._open(part)
+        for part in self._parts(pools):
+            self._open(part)
         self._is_complete = True
         for batches in self._opened:
             if not batches.wait_usable(self.options.register_wait_s):
                 log.warning("kvd: not usable yet (%s); it is tried again", batches.problem)
                 break
+
+    def _parts(self, pools: Sequence[HostPool]) -> list[list[HostPool]]:
+        """The pools that share a namespace.
+
+        A drafter's have one each: at a start they come after all others, one by one, and with them
+        where a backend is attached later, which shall find what was stored before.
+        """
+        parts: dict[str | bool, list[HostPool]] = {}
+        for each in pools:
+            is_drafters = each.name.startswith(DRAFT)
+            key = each.name if is_drafters else self._is_replicated(each)
+            parts.setdefault(key, []).append(each)
+        return list(parts.values())
 
     def _is_replicated(self, host_pool: HostPool) -> bool:
         """Whether all ranks of a tensor-parallel group hold the same bytes, which one writes.
