@@ -73,6 +73,23 @@ def test_pages_that_are_evicted_meanwhile_are_misses_or_right(small: DaemonProce
     assert sum(pages)
 
 
+def test_pages_are_kept_at_once_whatever_the_store_threshold(
+    make_daemon: Callable[[], DaemonProcess],
+) -> None:
+    """SGLang ends a backup at the first page that is not kept, and its own policy counts uses."""
+    daemon = make_daemon()
+    daemon.flags["store-threshold"] = 3
+    daemon.start()
+    rank = Rank(daemon.socket)
+    try:
+        rank.wait_usable()
+        stored = rank.fill(prompt(1), seed=1)
+        assert all(rank.backend.batch_set_v1(keys(1), stored))
+        assert come(rank, 1) == PAGES
+    finally:
+        rank.close()
+
+
 def test_two_that_store_the_same_pages_at_once_both_have_them(start_rank: StartRank) -> None:
     ranks = [start_rank(), start_rank()]
     for number in range(1, 6):
