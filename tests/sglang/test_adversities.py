@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
+from kvd_client.integrations.sglang.namespace import keys_of
+from kvd_client.integrations.sglang.sequences import MAX_SEQUENCES, Sequences
 from tests.daemon_process import DaemonProcess
 from tests.daemons import ROOT
 from tests.sglang.conftest import StartRank
@@ -71,6 +74,59 @@ def test_pages_that_are_evicted_meanwhile_are_misses_or_right(small: DaemonProce
         for each in ranks:
             each.close()
     assert sum(pages)
+
+
+def test_a_prompt_of_several_sets_loses_its_tail_before_its_head(small: DaemonProcess) -> None:
+    """Where SGLang says what comes before the pages of a set."""
+    rank, pages = Rank(small.socket), 200  # SGLang sets 128 at once
+    try:
+        rank.wait_usable()
+        batches, wanted = rank.backend._opened[0], keys_of(keys(900, pages))
+        stored = rank.fill(prompt(900, pages), seed=900)
+        rank.controller.write_storage(
+            stored, prompt(900, pages), hash_value=keys(900, pages), prefix_keys=[]
+        )
+        done = rank.controller.ack_backup_queue.get(timeout=LONG_S)
+        assert done.completed_tokens == pages * PAGE_TOKENS
+        rank.free(stored)
+        present = np.ones(pages, dtype=np.bool_)
+        for number in range(100, 140):
+            stored = rank.fill(prompt(number), seed=number)
+            assert all(rank.backend.batch_set_v1(keys(number), stored))
+            rank.free(stored)
+            session = batches._connection.session
+            assert session is not None
+            present = session.present(0, batches.account, wanted)
+            if np.count_nonzero(present) < 100:
+                break
+        assert 0 < np.count_nonzero(present) < 100
+        assert present[: np.count_nonzero(present)].all()
+    finally:
+        rank.close()
+
+
+def test_a_set_goes_on_with_the_prompt_whose_last_page_comes_before_it() -> None:
+    sequences = Sequences()
+    assert sequences.grow("kv", None, ["a"]) == ("", [])
+    first, over = sequences.grow("kv", [], ["a", "b"])
+    assert first
+    assert not over
+    of_drafter, _ = sequences.grow("draft", [], ["a", "b"])
+    assert sequences.grow("draft", ["a", "b"], ["c"]) == (of_drafter, [])
+    assert sequences.grow("kv", ["a", "b"], ["c", "d"]) == (first, [])
+    branch, over = sequences.grow("kv", ["a", "b"], ["e"])
+    assert branch not in ("", first, of_drafter)
+    assert not over
+    again, over = sequences.grow("kv", ["x", "b"], ["d"])
+    assert over == [first]
+    assert again != first
+
+
+def test_of_prompts_that_may_go_on_the_oldest_is_over() -> None:
+    sequences = Sequences()
+    names = [sequences.grow("kv", [], [f"{n}"])[0] for n in range(MAX_SEQUENCES)]
+    assert sequences.grow("kv", ["0"], ["0 and on"]) == (names[0], [])
+    assert sequences.grow("kv", [], ["another"])[1] == [names[1]]
 
 
 def test_pages_are_kept_at_once_whatever_the_store_threshold(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, in_parts
+from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, each_in_parts
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lease_renewal import LeaseRenewal
@@ -104,6 +104,7 @@ class BlockBatches:
         self._claims: dict[str, LeasedAnswer] = {}  # by request, oldest first
         self._leased: dict[int, dict[bytes, LeasedAnswer]] = {}  # by group and key
         self._finished: list[str] = []  # requests, to be told with the next step
+        self._lasting: set[str] = set()  # requests that go on after a store
         self._num_blocks: list[int] = []  # of the engine, by group
         self._renewal = LeaseRenewal(self._renew)
         self._worker = Worker(
@@ -381,7 +382,7 @@ class BlockBatches:
         """
         self._require_runs(runs)
         loaded: list[list[bool]] = [[] for _ in runs]
-        parts = _in_parts(runs)
+        parts = each_in_parts(runs)
         come = self._load_parts([part for _, part in parts]) if parts else []
         for (number, _), each in zip(parts, come, strict=True):
             loaded[number] += each
@@ -419,35 +420,45 @@ class BlockBatches:
             self._worker.start_loads(StepPlan(loads=tuple(draft.job_id for draft in drafts)))
         return self._wait(drafts, deadline_s=None)
 
-    def store(self, runs: Sequence[BlockRun]) -> list[bool]:
+    def store(self, runs: Sequence[BlockRun], request_id: str = "") -> list[bool]:
         """Keep blocks; of each run, whether all of it can be found now.
 
         When this returns the engine blocks may be overwritten. What the daemon would not take, as
         it has to take a row back from others first, is offered again for `retry_deadline_s`.
+        Stores of one `request_id` are of one prompt, whose head stays longest, until `end_request`.
         """
         self._require_runs(runs)
-        done, parts = [True] * len(runs), _in_parts(runs)
-        kept = self._store_parts([part for _, part in parts]) if parts else []
+        done, parts = [True] * len(runs), each_in_parts(runs)
+        kept = self._store_parts([part for _, part in parts], request_id) if parts else []
         for (number, _), ok in zip(parts, kept, strict=True):
             done[number] &= ok
         return done
 
-    def _store_parts(self, runs: Sequence[BlockRun]) -> list[bool]:
+    def end_request(self, request_id: str) -> None:
+        """Nothing more comes of it. The daemon hears that with the next step."""
+        with self._lock:
+            if request_id in self._lasting:
+                self._lasting.remove(request_id)
+                self._finished.append(request_id)
+
+    def _store_parts(self, runs: Sequence[BlockRun], request_id: str) -> list[bool]:
         began, pause = time.monotonic(), FIRST_PAUSE * POLL_S
-        stored = self._store(runs)
+        stored = self._store(runs, request_id)
         while not all(stored) and self.is_usable:
             if time.monotonic() - began >= self.options.retry_deadline_s:
                 break
             time.sleep(pause)
             pause = min(2 * pause, ASK_AGAIN_MAX_S)
             left = [number for number, done in enumerate(stored) if not done]
-            for number, done in zip(left, self._store([runs[i] for i in left]), strict=True):
+            again = self._store([runs[i] for i in left], request_id)
+            for number, done in zip(left, again, strict=True):
                 stored[number] = done
         return stored
 
-    def _store(self, runs: Sequence[BlockRun]) -> list[bool]:
+    def _store(self, runs: Sequence[BlockRun], request_id: str) -> list[bool]:
         with self._lock:
-            drafts = self._drafts(runs)
+            drafts = self._drafts(runs, request_id)
+            self._lasting.update([request_id] if request_id else [])
             for draft in drafts:
                 draft.request_level = True
             if not self._begin(StepDraft(stores=drafts), drafts):
@@ -455,11 +466,11 @@ class BlockBatches:
             self._worker.finish_step(StepPlan(stores=tuple(draft.job_id for draft in drafts)))
         return self._wait(drafts, deadline_s=self.options.store_deadline_s)
 
-    def _drafts(self, runs: Sequence[BlockRun]) -> list[JobDraft]:
+    def _drafts(self, runs: Sequence[BlockRun], request_id: str = "") -> list[JobDraft]:
         """Jobs with rising numbers, so they are to be sent before others. Called under the lock."""
         numbers = [next(self._numbers) for _ in runs]
         return [
-            JobDraft(number, self._context(f"batch-{number}"), [run])
+            JobDraft(number, self._context(request_id or f"batch-{number}"), [run])
             for number, run in zip(numbers, runs, strict=True)
         ]
 
@@ -508,9 +519,8 @@ class BlockBatches:
                 if is_late:
                     self._give_up(left)
                 if is_late or not left:
-                    self._finished += [
-                        draft.context.request_id for draft in drafts if draft.job_id in jobs
-                    ]
+                    told = [d.context.request_id for d in drafts if d.job_id in jobs]
+                    self._finished += [each for each in told if each not in self._lasting]
                     done = [bool(self._jobs.pop(job_id).done) for job_id in jobs]
                     break
             time.sleep(min(max(POLL_S, waited * POLL_SHARE), POLL_MAX_S))
@@ -588,13 +598,3 @@ class BlockBatches:
         ]
         if lost:
             self._worker.write_off(lost)
-
-
-def _in_parts(runs: Sequence[BlockRun]) -> list[tuple[int, BlockRun]]:
-    """What one job each may have, and of which run it is; of an empty run nothing."""
-    return [
-        (number, part)
-        for number, run in enumerate(runs)
-        if run.block_hashes
-        for (part,) in in_parts([run])
-    ]

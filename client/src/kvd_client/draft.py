@@ -119,6 +119,16 @@ def in_parts(runs: list[BlockRun], most: int = MAX_KEYS_PER_MESSAGE) -> list[lis
     return [within_limit(part) for part in parts]
 
 
+def each_in_parts(runs: Sequence[BlockRun]) -> list[tuple[int, BlockRun]]:
+    """What one job each may have, and of which run it is; of an empty run nothing."""
+    return [
+        (number, part)
+        for number, run in enumerate(runs)
+        if run.block_hashes
+        for (part,) in in_parts([run])
+    ]
+
+
 def count_parts(keys: int) -> int:
     """In how many parts `in_parts` cuts so many keys."""
     return max(1, -(-keys // MAX_KEYS_PER_MESSAGE))

@@ -38,6 +38,7 @@ from kvd_client.integrations.sglang.namespace import (
 )
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool, holds_bytes
+from kvd_client.integrations.sglang.sequences import Sequences
 from kvd_client.scheduler.hits import Flags
 from kvd_client.worker import GroupLayout, SharedMemory
 
@@ -72,6 +73,7 @@ class KvdHiCache(HiCacheStorage):
         self.mem_pool_host: Any = None
         self._places: dict[str, ServedPool] = {}
         self._opened: list[BlockBatches] = []
+        self._sequences = Sequences()
         self._is_anchor_logical = False
         self._is_complete = False
         self._lock = threading.Lock()
@@ -296,10 +298,13 @@ class KvdHiCache(HiCacheStorage):
                 hashes = keys_of(transfer.keys or ())
                 run = BlockRun(place.group, first, hashes, pages)
                 runs.setdefault(id(place.batches), []).append((number, run))
+        sequence = "" if is_get else self._sequence(transfers, extra_info)
         for entries in runs.values():
             batches = self._places[_name(transfers[entries[0][0]].name)].batches
             several = [run for _, run in entries]
-            done = self._load(batches, several) if is_get else self._store(batches, several)
+            done = (
+                self._load(batches, several) if is_get else self._store(batches, several, sequence)
+            )
             for (number, _), each in zip(entries, done, strict=True):
                 moved[number] = each
         return moved
@@ -310,9 +315,24 @@ class KvdHiCache(HiCacheStorage):
         self._look_at_others(batches, time.monotonic() - began > self.options.load_deadline_s)
         return loaded
 
-    def _store(self, batches: BlockBatches, runs: Sequence[BlockRun]) -> list[list[bool]]:
+    def _sequence(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None
+    ) -> str:
+        """The name of the prompt that the pages are of; none where SGLang does not tell of it."""
+        before = None if extra_info is None else extra_info.prefix_keys
+        longest = max((each.keys or [] for each in transfers), key=len, default=[])
+        pools = " ".join(_name(each.name) for each in transfers)
+        name, over = self._sequences.grow(pools, before, longest)
+        for batches in self._opened:
+            for each in over:
+                batches.end_request(each)
+        return name
+
+    def _store(
+        self, batches: BlockBatches, runs: Sequence[BlockRun], sequence: str
+    ) -> list[list[bool]]:
         began = time.monotonic()
-        stored = batches.store(runs)
+        stored = batches.store(runs, sequence)
         self._look_at_others(batches, time.monotonic() - began > self.options.store_deadline_s)
         return [[ok] * len(run.block_hashes) for ok, run in zip(stored, runs, strict=True)]
 
