@@ -32,7 +32,7 @@ for port in 30001 30002; do
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
       "backend_name": "kvd", "module_path": "kvd_client.integrations.sglang.backend",
       "class_name": "KvdHiCache", "interface_v1": 1, "allocator": "shm",
-      "socket_path": "'"$socket"'"}' &
+      "hicache_storage_pass_prefix_keys": true, "socket_path": "'"$socket"'"}' &
   pids+=($!)
   await "$port"
   for _ in 1 2; do # the second time each engine has the pages itself

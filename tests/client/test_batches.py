@@ -15,7 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
+from kvd_client import (
+    EngineIdentity,
+    Fragment,
+    Group,
+    GroupLayout,
+    NamespaceFields,
+    SharedMemory,
+    draft,
+)
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
 from kvd_client.draft import BlockRun, QueryDraft, StepDraft, in_parts
@@ -382,6 +390,27 @@ def test_what_is_stored_right_after_a_reset_is_stored(daemon: DaemonProcess) -> 
     memory.close()
 
 
+def test_what_was_not_taken_is_not_offered_again_after_a_reset(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was computed before, as by other weights."""
+    memory = Memory(daemon.socket, retry_deadline_s=PATIENCE_S)
+    store, offers = memory.batches._store, []
+
+    def refused_at_first(runs: Sequence[BlockRun], request_id: str) -> list[bool]:
+        offers.append(runs)
+        if len(offers) > 1:
+            return store(runs, request_id)
+        memory.batches.reset()
+        return [False] * len(runs)
+
+    monkeypatch.setattr(memory.batches, "_store", refused_at_first)
+    assert memory.batches.store([BlockRun(0, 0, keys(76, 2), range(2))]) == [False]
+    assert memory.batches.is_usable
+    assert not memory.batches.find([SoughtKeys(0, keys(76, 2))])[0].any()
+    memory.close()
+
+
 def test_a_run_of_any_length_is_stored_found_and_loaded(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +425,7 @@ def test_a_run_of_any_length_is_stored_found_and_loaded(
     assert memory.batches.store([BlockRun(0, 0, [])]) == [True]
     assert not memory.batches.refusals, "no step was refused"
     few = functools.partial(in_parts, most=3)
-    monkeypatch.setattr(batches_module, "in_parts", few)
+    monkeypatch.setattr(draft, "in_parts", few)
     several = [BlockRun(0, 0, prompt[:7], range(7)), BlockRun(0, 7, prompt[7:9], range(7, 9))]
     assert memory.batches.store(several) == [True, True]
     into = [BlockRun(0, 0, prompt[:8], range(100, 108)), BlockRun(0, 0, prompt[6:10], range(4))]

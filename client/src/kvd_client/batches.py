@@ -106,6 +106,7 @@ class BlockBatches:
         self._finished: list[str] = []  # requests, to be told with the next step
         self._lasting: set[str] = set()  # requests that go on after a store
         self._num_blocks: list[int] = []  # of the engine, by group
+        self._resets = 0
         self._renewal = LeaseRenewal(self._renew)
         self._worker = Worker(
             socket_path,
@@ -126,6 +127,7 @@ class BlockBatches:
         self._claims.clear()
         self._leased.clear()
         self._finished.clear()
+        self._lasting.clear()
 
     def register(self, memories: Sequence[SharedMemory], groups: Sequence[GroupLayout]) -> None:
         """Offer the memory to the daemon, now and whenever it comes back. Returns at once."""
@@ -159,6 +161,7 @@ class BlockBatches:
         Engines that name the same `epoch` go on sharing. Waits `retry_deadline_s` for the daemon.
         """
         was_usable = self.is_usable
+        self._resets += 1
         self._connection.reset_epoch(epoch)
         if was_usable:
             self._connection.wait_usable(self.options.retry_deadline_s)
@@ -424,7 +427,8 @@ class BlockBatches:
         """Keep blocks; of each run, whether all of it can be found now.
 
         When this returns the engine blocks may be overwritten. What the daemon would not take, as
-        it has to take a row back from others first, is offered again for `retry_deadline_s`.
+        it has to take a row back from others first, is offered again for `retry_deadline_s`, if no
+        reset comes.
         Stores of one `request_id` are of one prompt, whose head stays longest, until `end_request`.
         """
         self._require_runs(runs)
@@ -442,9 +446,9 @@ class BlockBatches:
                 self._finished.append(request_id)
 
     def _store_parts(self, runs: Sequence[BlockRun], request_id: str) -> list[bool]:
-        began, pause = time.monotonic(), FIRST_PAUSE * POLL_S
+        began, pause, resets = time.monotonic(), FIRST_PAUSE * POLL_S, self._resets
         stored = self._store(runs, request_id)
-        while not all(stored) and self.is_usable:
+        while not all(stored) and self.is_usable and self._resets == resets:
             if time.monotonic() - began >= self.options.retry_deadline_s:
                 break
             time.sleep(pause)
@@ -455,7 +459,7 @@ class BlockBatches:
                 stored[number] = done
         return stored
 
-    def _store(self, runs: Sequence[BlockRun], request_id: str) -> list[bool]:
+    def _store(self, runs: Sequence[BlockRun], request_id: str = "") -> list[bool]:
         with self._lock:
             drafts = self._drafts(runs, request_id)
             self._lasting.update([request_id] if request_id else [])
@@ -517,7 +521,7 @@ class BlockBatches:
                 waited = time.monotonic() - began
                 is_late = bool(left) and deadline_s is not None and waited > deadline_s
                 if is_late:
-                    self._give_up(left)
+                    self._worker.flush_step(StepPlan(flush=tuple(left)))  # they may be overwritten
                 if is_late or not left:
                     told = [d.context.request_id for d in drafts if d.job_id in jobs]
                     self._finished += [each for each in told if each not in self._lasting]
@@ -528,10 +532,6 @@ class BlockBatches:
             log.warning("kvd: %d stores have not ended in %.1f s", len(left), waited)
             self.notice_silence()
         return done
-
-    def _give_up(self, stores: Sequence[int]) -> None:
-        """From now on their blocks may be overwritten. Called under the lock."""
-        self._worker.flush_step(StepPlan(flush=tuple(stores)))
 
     def notice_silence(self) -> None:
         """Ask the daemon anything: one that is silent is left alone for a while."""
