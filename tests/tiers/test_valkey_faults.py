@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import time
 import weakref
@@ -21,6 +22,7 @@ from kvd.tiers.store import (
     TierBlock,
     TierError,
     TierReason,
+    TierTimeout,
     TierUnusable,
 )
 from tests.tiers.contract import (
@@ -45,8 +47,10 @@ from kvd.tiers.valkey.names import slot_of
 from kvd.tiers.valkey.store import ValkeyStore
 
 DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
-TIMEOUT_S = 0.4
-PATIENCE = {"request_timeout_seconds": TIMEOUT_S, "connect_timeout_seconds": TIMEOUT_S}
+# Where no server is away: a busy machine's is silent for a while, too.
+PATIENCE = {"request_timeout_seconds": 20.0, "connect_timeout_seconds": 20.0}
+TIMEOUT_S = 1.0
+HASTE = {"request_timeout_seconds": TIMEOUT_S, "connect_timeout_seconds": TIMEOUT_S}
 NUMBERS = range(24)
 WHOLE, CUT = "in one value", "in pieces"
 VALUE_BYTES = {WHOLE: 4 << 20, CUT: 64 << 10}
@@ -129,7 +133,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def test_only_blocks_of_the_server_that_is_away_fail(
     cluster: ValkeyCluster, what: signal.Signals
 ) -> None:
-    store, away = opened(cluster), cluster.servers[1]
+    store, away = opened(cluster, **HASTE), cluster.servers[1]
     try:
         _look_at_blocks_while_one_is_away(cluster, store, away, what)
     finally:
@@ -168,7 +172,7 @@ def _look_at_blocks_while_one_is_away(
 
 
 def test_what_comes_too_late_is_written_nowhere(server: ValkeyServer) -> None:
-    store = alone(server)
+    store = alone(server, **HASTE)
     keep(store, [1])
     server.signal(signal.SIGSTOP)
     block = target(key(1), BLOCK_BYTES)
@@ -183,7 +187,7 @@ def test_what_comes_too_late_is_written_nowhere(server: ValkeyServer) -> None:
 def test_a_write_that_was_given_up_does_not_come_back_after_a_delete(
     server: ValkeyServer,
 ) -> None:
-    store = alone(server)
+    store = alone(server, **HASTE)
     keep(store, [1])
     server.signal(signal.SIGSTOP)
     assert store.write([source(key(n), content((n, ONE))) for n in range(2, 9)], soon()) == (
@@ -200,7 +204,7 @@ def test_a_write_that_was_given_up_does_not_come_back_after_a_delete(
 
 def test_no_memory_is_held_on_to_when_a_server_dies(server: ValkeyServer) -> None:
     """As the tier's process looks whether it was given back what it lent."""
-    store = alone(server)
+    store = alone(server, **HASTE)
     for what in (signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL):
         lent = np.zeros(16 * BLOCK_BYTES, dtype=np.uint8)
         mark = weakref.ref(lent)
@@ -498,12 +502,14 @@ def test_nodes_that_cut_blocks_otherwise_write_them_anew(server: ValkeyServer, b
 
 
 def test_blocks_leave_when_their_time_is_over(server: ValkeyServer) -> None:
-    store = alone(server, ttl_seconds=1)
-    keep(store, [1])
-    assert has(store, 1)
-    until(lambda: store.exists([key(1)], soon()) == [False], 3)
-    assert not has(store, 1)
-    store.close()
+    with closing(alone(server, ttl_seconds=600)) as store:
+        keep(store, [1])
+        assert has(store, 1)
+    with closing(alone(server, ttl_seconds=1)) as store:
+        keep(store, [2])
+        until(lambda: store.exists([key(2)], soon()) == [False])
+        assert has(store, 1)
+        assert not has(store, 2)
 
 
 def test_a_hundred_thousand_names_of_others_do_not_keep_a_scope_from_going(
@@ -523,28 +529,25 @@ def test_a_hundred_thousand_names_of_others_do_not_keep_a_scope_from_going(
 
 
 def test_a_deletion_that_takes_longer_than_its_deadline_goes_on_where_it_was(
-    server: ValkeyServer, store_of_many: ValkeyStore
+    store_of_many: ValkeyStore,
 ) -> None:
-    tries = tries_to_delete(store_of_many, 0.1)
-    assert 3 < tries < 200
+    assert 10 < tries_to_delete(store_of_many) < 100
     assert not any(has(store_of_many, n) for n in range(50))
     assert all(has(store_of_many, n, OTHER) for n in range(50))
 
 
 def test_what_is_written_between_two_tries_to_delete_goes_too(store_of_many: ValkeyStore) -> None:
     for first in range(100, 400, 50):
-        with pytest.raises(TierError):
-            store_of_many.delete_scopes([ONE], time.monotonic() + 0.1)
+        assert not _is_told(lambda: store_of_many.delete_scopes([ONE], soon()))
         keep(store_of_many, range(first, first + 50))
-    assert tries_to_delete(store_of_many, 0.1) < 200
+    assert tries_to_delete(store_of_many) < 100
     assert not any(has(store_of_many, n) for n in range(400))
 
 
 def test_a_server_that_was_started_again_is_gone_through_from_the_beginning(
     server: ValkeyServer, store_of_many: ValkeyStore
 ) -> None:
-    with pytest.raises(TierError):
-        store_of_many.delete_scopes([ONE], time.monotonic() + 0.1)
+    assert not _is_told(lambda: store_of_many.delete_scopes([ONE], soon()))
     server.kill()
     server.start()
     server.wait()
@@ -558,19 +561,28 @@ def test_so_many_deletions_go_on_where_they_were(
 ) -> None:
     monkeypatch.setattr("kvd.tiers.valkey.store.MAX_UNFINISHED", 2)
     for scope in (ONE, OTHER, b"3" * 32):
-        with pytest.raises(TierError):
-            store_of_many.delete_scopes([scope], time.monotonic() + 0.1)
+        assert not _is_told(lambda scope=scope: store_of_many.delete_scopes([scope], soon()))  # type: ignore[misc]
     left = list(store_of_many._unfinished)
     assert left == [(store_of_many._book.begin_of_scope(s),) for s in (OTHER, b"3" * 32)]
 
 
+LOOKS = 10  # for some names at a server, until the time of a try to delete is over
+
+
 @pytest.fixture
-def store_of_many(server: ValkeyServer) -> Iterator[ValkeyStore]:
-    """It takes some tenths of a second to go through the server's names."""
+def store_of_many(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ValkeyStore]:
+    """It takes a hundred looks to go through the server's names once, and ten for each try."""
+    looks = itertools.count(1)
+
+    def require_time(_deadline: float) -> None:
+        if next(looks) % LOOKS == 0:
+            raise TierTimeout("the time is over")
+
     with closing(alone(server)) as store:
         keep(store, range(50))
         keep(store, range(50), OTHER)
-        server.call("DEBUG", "POPULATE", 1_000_000, "kvd:x")
+        server.call("DEBUG", "POPULATE", 100_000, "kvd:x")
+        monkeypatch.setattr("kvd.tiers.valkey.store.require_time", require_time)
         yield store
 
 
@@ -579,10 +591,10 @@ def keep_by_another(server: ValkeyServer, numbers: Sequence[int]) -> None:
         keep(another, numbers)
 
 
-def tries_to_delete(store: ValkeyStore, seconds: float) -> int:
-    """How often ONE had to be deleted, each time with so many seconds."""
+def tries_to_delete(store: ValkeyStore) -> int:
+    """How often ONE had to be deleted."""
     for tries in range(1, 1000):
-        if _is_told(lambda: store.delete_scopes([ONE], time.monotonic() + seconds)):
+        if _is_told(lambda: store.delete_scopes([ONE], soon())):
             return tries
     raise AssertionError("it never ends")
 

@@ -164,7 +164,7 @@ class ValkeyCluster:
 
     def empty(self) -> None:
         for server in self.servers:
-            server.call("FLUSHALL")
+            server.call("FLUSHALL", "SYNC")
 
     def kill(self) -> None:
         for server in self.servers:
