@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-START_SECONDS = 30.0
-STOP_SECONDS = 20.0
+START_SECONDS = 90.0
+STOP_SECONDS = 60.0
 logs: set[Path] = set()  # of all that was started
 
 
