@@ -31,6 +31,7 @@ from kvd.tiers.process import (
 from kvd.tiers.store import Outcome, TierOptions, TierReason
 from tests.tiers.tier_rig import (
     BAD,
+    PATIENCE_S,
     TierRig,
     keys,
     on_loop,
@@ -43,7 +44,8 @@ from tests.tiers.tier_rig import (
 
 DONE, MISSING = Outcome.DONE, Outcome.MISSING
 DEADLINE_S = 0.3
-NOT_LATER_S = 0.05
+BEGUN_S = 2.0  # a deadline before which even a starved process has begun
+NOT_LATER_S = 2.0  # and what it may be late for want of a processor
 
 
 async def still_serves(r: TierRig, tier: TierProcess) -> None:
@@ -271,14 +273,15 @@ async def test_a_last_word_counts_though_the_process_had_ended_before_it_was_rea
     monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
     """Also where control writes to it before that, which fails and closes the transport."""
-    monkeypatch.setattr(parent, "_LAST_WORDS_S", 10.0)
+    monkeypatch.setattr(parent, "_LAST_WORDS_S", PATIENCE_S)
+    monkeypatch.setattr(module, "USAGE_S", 60.0)  # what control asks is a write, too
     async with tier_rig() as r:
         tier = await r.start(BAD + "KeepsMemory", how="block")
         tier.write(r.next_order(), placed([1], [1]), soon())
         await r.sink.answer(1)
         unread = cast("asyncio.Transport", tier._transport)
         unread.pause_reading()
-        tier.read(r.next_order(), placed([1], [2]), soon())
+        tier.read(r.next_order(), placed([1], [2]), soon(60.0))  # else it is called off
         await until(lambda: tier._end_signs is parent.EndSigns.REAPED)
         assert tier.ending
         assert not r.sink.gone
@@ -403,9 +406,9 @@ async def test_an_order_that_is_called_off_in_time_never_starts() -> None:
 async def test_a_late_answer_of_a_started_copy_counts_and_that_of_a_question_does_not() -> None:
     async with tier_rig() as r:
         tier = await r.start(BAD + "Slow", exists=True, reads=True)
-        tier.exists(r.next_order(), keys(1), soon(DEADLINE_S))
-        tier.read(r.next_order(), placed([1], [2]), soon(DEADLINE_S))
-        tier.write(r.next_order(), placed([1], [1]), soon(DEADLINE_S))
+        tier.exists(r.next_order(), keys(1), soon(BEGUN_S))
+        tier.read(r.next_order(), placed([1], [2]), soon(BEGUN_S))
+        tier.write(r.next_order(), placed([1], [1]), soon(BEGUN_S))
         assert (await r.sink.answer(1)).end is OrderEnd.FAILED
         await asyncio.sleep(0.2)
         assert list(r.sink.answers) == [1]
@@ -425,12 +428,12 @@ async def test_a_call_that_never_returns_costs_its_process_and_its_end_is_the_pr
         tier = await r.start(BAD + store)
         tier.late_s = 0.3
         began = time.monotonic()
-        tier.read(r.next_order(), placed([1], [2]), began + DEADLINE_S)
+        tier.read(r.next_order(), placed([1], [2]), began + BEGUN_S)
         await r.signed("reading")
         tier.write(r.next_order(), placed([5], [5]), began + 20)
         await r.sink.until(lambda: r.sink.gone)
         took = time.monotonic() - began
-        assert DEADLINE_S + 0.3 <= took < DEADLINE_S + 0.3 + module.LOOK_AGAIN_S + 1
+        assert BEGUN_S + 0.3 <= took < BEGUN_S + 0.3 + module.LOOK_AGAIN_S + NOT_LATER_S
         assert r.sink.gone == ["read of 1 did not end within 0.3 s of its deadline"]
         assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
         await unchanged_for(0.2, r, 2)
@@ -441,10 +444,10 @@ async def test_control_that_slept_hears_what_was_said_before_it_finds_anything_l
     async with tier_rig() as r:
         tier = await r.start(BAD + "Slow")
         tier.late_s = 0.1
-        tier.write(r.next_order(), placed([1], [1]), soon(0.2))
+        tier.write(r.next_order(), placed([1], [1]), soon(BEGUN_S))
         await r.signed("writing")
         r.sign("go")
-        time.sleep(1.0)  # noqa: ASYNC251 - that is what it is about
+        time.sleep(BEGUN_S + 0.8)  # noqa: ASYNC251 - that is what it is about
         assert await r.sink.outcomes(1) == [DONE]
         await asyncio.sleep(0.5)
         assert not r.sink.gone
@@ -560,6 +563,6 @@ async def test_a_store_that_goes_on_after_its_end_is_killed_with_its_process(
             await r.signed("reading")
         began = time.monotonic()
         await tier.stop()
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 1.5 + NOT_LATER_S
         assert len(r.sink.gone) == 1
         await unchanged_for(0.2, r, 2)
