@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ANSWER_SECONDS = 40.0
+ANSWER_SECONDS = 120.0  # for many rounds on a busy machine
 ROOT = Path(__file__).parents[2]
 CLIENT = "unpacked-client"  # of another release's tree: its wheel, unpacked
 

@@ -23,7 +23,7 @@ from tests.client.small_engine import IDLE_S, PATIENCE_S, WAIT_S, SmallEngine
 log = logging.getLogger("probe")
 
 PR_SET_PDEATHSIG = 1
-LOAD_DEADLINE_S = 3.0  # more than any daemon here takes until it ends a mover
+LOAD_DEADLINE_S = 20.0  # a starved mover is no hung one, and what it was to load would be missed
 OPTIONS = SchedulerOptions(lookup_deadline_s=0.02, lookup_give_up_s=PATIENCE_S)
 
 

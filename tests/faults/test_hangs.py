@@ -26,6 +26,14 @@ def engine(scene: Scene) -> Probe:
     return made
 
 
+@pytest.fixture
+def hasty(scene: Scene) -> Probe:
+    """One that ends the mover of a load, sooner than the daemon would."""
+    made = scene.engine("hasty", block_bytes=BLOCK, num_blocks=400, load_deadline_s=3.0)
+    assert made.store("old", 8) == 8
+    return made
+
+
 def test_worker_that_never_says_ready_loses_the_job_and_nobody_is_killed(
     scene: Scene, engine: Probe
 ) -> None:
@@ -91,8 +99,9 @@ def test_load_of_a_frozen_mover_fails_only_once_the_mover_is_dead(
 
 
 def test_load_that_a_frozen_daemon_never_orders_ends_with_its_mover(
-    scene: Scene, engine: Probe
+    scene: Scene, hasty: Probe
 ) -> None:
+    engine = hasty
     [mover] = scene.movers_of(engine)
     assert engine.ask("match", request="r", prefix="old", count=8)["found"] == 8
     scene.daemon.freeze()
