@@ -15,15 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import (
-    EngineIdentity,
-    Fragment,
-    Group,
-    GroupLayout,
-    NamespaceFields,
-    SharedMemory,
-    draft,
-)
+from kvd.cli.status import ask
+from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
 from kvd_client.draft import BlockRun, QueryDraft, StepDraft, in_parts
@@ -311,15 +304,23 @@ class Interrupted(Exception):
 
 
 @pytest.fixture
-def interrupt_in() -> Iterator[Callable[[float], None]]:
-    """Raise Interrupted in this thread, so many seconds from now."""
+def interrupt_amid(daemon: DaemonProcess) -> Iterator[Callable[[], threading.Thread]]:
+    """Raise Interrupted in this thread once the daemon has a job of ours under way."""
 
     def interrupt(*_told: object) -> None:
         raise Interrupted
 
-    def begin(seconds: float) -> None:
-        thread = threading.get_ident()
-        threading.Timer(seconds, signal.pthread_kill, (thread, signal.SIGUSR1)).start()
+    def is_amid() -> bool:
+        return any(session.jobs_in_flight for session in ask(daemon.socket, 10.0).sessions)
+
+    def wait_and_interrupt(thread: int) -> None:
+        wait_until(is_amid, "a job")
+        signal.pthread_kill(thread, signal.SIGUSR1)
+
+    def begin() -> threading.Thread:
+        started = threading.Thread(target=wait_and_interrupt, args=(threading.get_ident(),))
+        started.start()
+        return started
 
     before = signal.signal(signal.SIGUSR1, interrupt)
     yield begin
@@ -327,7 +328,7 @@ def interrupt_in() -> Iterator[Callable[[float], None]]:
 
 
 def test_an_interrupted_load_raises_once_no_copy_goes_on(
-    memory: Memory, daemon: DaemonProcess, interrupt_in: Callable[[float], None]
+    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
 ) -> None:
     hashes = keys(6, 4)
     for block in range(4):
@@ -335,9 +336,15 @@ def test_an_interrupted_load_raises_once_no_copy_goes_on(
     assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
     (mover,) = daemon.movers()
     os.kill(mover, signal.SIGSTOP)
-    waker = threading.Timer(1.0, os.kill, (mover, signal.SIGCONT))
+    interrupting = interrupt_amid()
+
+    def wake() -> None:
+        interrupting.join()
+        time.sleep(0.5)  # in which a load that does not wait for its copy would raise
+        os.kill(mover, signal.SIGCONT)
+
+    waker = threading.Thread(target=wake)
     waker.start()
-    interrupt_in(0.2)
     with pytest.raises(Interrupted):
         memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
     for block in range(8, 12):
@@ -350,20 +357,23 @@ def test_an_interrupted_load_raises_once_no_copy_goes_on(
 
 
 def test_an_interrupted_store_is_given_up(
-    memory: Memory, daemon: DaemonProcess, interrupt_in: Callable[[float], None]
+    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
 ) -> None:
     hashes = keys(7, 4)
     for block in range(4):
         memory.write(block, 7)
     (mover,) = daemon.movers()
     os.kill(mover, signal.SIGSTOP)
-    interrupt_in(0.2)
+    interrupting = interrupt_amid()
     with pytest.raises(Interrupted):
         memory.batches.store([BlockRun(0, 0, hashes, range(4))])
+    interrupting.join()
     for block in range(4):
         memory.write(block, 9)
     os.kill(mover, signal.SIGCONT)
-    assert memory.batches.store([BlockRun(0, 0, keys(8, 1), range(1))]) == [True]
+    # It asks the daemon whether it is there, and leaves one that is not heard of alone for a while.
+    one = [BlockRun(0, 0, keys(8, 1), range(1))]
+    wait_until(lambda: memory.batches.store(one) == [True], "a store")
     found = memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])[0]
     assert all(values == {7} for values in memory.values(8, found.count(True)))
 
@@ -425,7 +435,7 @@ def test_a_run_of_any_length_is_stored_found_and_loaded(
     assert memory.batches.store([BlockRun(0, 0, [])]) == [True]
     assert not memory.batches.refusals, "no step was refused"
     few = functools.partial(in_parts, most=3)
-    monkeypatch.setattr(draft, "in_parts", few)
+    monkeypatch.setattr("kvd_client.draft.in_parts", few)
     several = [BlockRun(0, 0, prompt[:7], range(7)), BlockRun(0, 7, prompt[7:9], range(7, 9))]
     assert memory.batches.store(several) == [True, True]
     into = [BlockRun(0, 0, prompt[:8], range(100, 108)), BlockRun(0, 0, prompt[6:10], range(4))]
