@@ -7,7 +7,7 @@ import itertools
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -551,7 +551,8 @@ def test_a_server_that_was_started_again_is_gone_through_from_the_beginning(
     server.kill()
     server.start()
     server.wait()
-    keep_by_another(server, range(1000))
+    with closing(alone(server)) as another:
+        keep(another, range(1000))
     until(lambda: _is_told(lambda: store_of_many.delete_scopes([ONE], soon())))
     assert not any(has(store_of_many, n) for n in range(1000))
 
@@ -566,16 +567,13 @@ def test_so_many_deletions_go_on_where_they_were(
     assert left == [(store_of_many._book.begin_of_scope(s),) for s in (OTHER, b"3" * 32)]
 
 
-LOOKS = 10  # for some names at a server, until the time of a try to delete is over
-
-
 @pytest.fixture
 def store_of_many(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ValkeyStore]:
     """It takes a hundred looks to go through the server's names once, and ten for each try."""
     looks = itertools.count(1)
 
     def require_time(_deadline: float) -> None:
-        if next(looks) % LOOKS == 0:
+        if next(looks) % 10 == 0:
             raise TierTimeout("the time is over")
 
     with closing(alone(server)) as store:
@@ -584,11 +582,6 @@ def store_of_many(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> Iter
         server.call("DEBUG", "POPULATE", 100_000, "kvd:x")
         monkeypatch.setattr("kvd.tiers.valkey.store.require_time", require_time)
         yield store
-
-
-def keep_by_another(server: ValkeyServer, numbers: Sequence[int]) -> None:
-    with closing(alone(server)) as another:
-        keep(another, numbers)
 
 
 def tries_to_delete(store: ValkeyStore) -> int:
