@@ -6,16 +6,14 @@ import functools
 import hashlib
 import mmap
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvd.cli.status import ask
 from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
@@ -82,7 +80,7 @@ def keys(prompt: int, count: int) -> list[bytes]:
 
 
 def leased(batches: BlockBatches) -> int:
-    return len(batches._claims)
+    return len(batches._answers)
 
 
 def test_the_leading_run_is_found_and_a_gap_ends_it_but_for_who_wants_all(memory: Memory) -> None:
@@ -123,7 +121,7 @@ def test_threads_store_and_load_beside_each_other_and_get_their_own(memory: Memo
 def test_one_that_only_asks_tells_of_the_ends_of_its_requests(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches_module, "MAX_CLAIMS", 4)
+    monkeypatch.setattr("kvd_client.leased_answers.MAX_CLAIMS", 4)
     prompt = keys(9, 2)
     assert memory.batches.store([BlockRun(0, 0, prompt, range(2))]) == [True]
     untold = []
@@ -207,13 +205,13 @@ def test_leases_end_with_the_load_of_all_that_was_found(memory: Memory) -> None:
     assert leased(memory.batches) == 1
     memory.batches.load([BlockRun(0, 4, prompt[4:], range(14, 16))])
     assert leased(memory.batches) == 0
-    assert not memory.batches._leased[0]  # nothing is remembered of what is no longer held
+    assert not memory.batches._answers._leased[0]  # nothing is remembered of what is no longer held
 
 
 def test_claims_that_nobody_loads_end_oldest_first(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches_module, "MAX_CLAIMS", 3)
+    monkeypatch.setattr("kvd_client.leased_answers.MAX_CLAIMS", 3)
     prompt = keys(3, 4)
     assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
     for _ in range(5):
@@ -258,7 +256,7 @@ def test_claims_end_with_their_time(daemon: DaemonProcess) -> None:
         return leased(memory.batches) == 0
 
     wait_until(has_ended)
-    assert not memory.batches._leased[0]
+    assert not memory.batches._answers._leased[0]
     memory.close()
 
 
@@ -297,85 +295,6 @@ def test_heads_of_runs_of_wide_blocks_are_asked_for_at_once(
     assert memory.values(0, 24) == [{1}] * 2 + [{9}] * 6 + [{2}] * 4 + [{9}] * 4 + [{3}] * 8
     assert finds == [2]
     memory.close()
-
-
-class Interrupted(Exception):
-    """What a signal's handler raises."""
-
-
-@pytest.fixture
-def interrupt_amid(daemon: DaemonProcess) -> Iterator[Callable[[], threading.Thread]]:
-    """Raise Interrupted in this thread once the daemon has a job of ours under way."""
-
-    def interrupt(*_told: object) -> None:
-        raise Interrupted
-
-    def is_amid() -> bool:
-        return any(session.jobs_in_flight for session in ask(daemon.socket, 10.0).sessions)
-
-    def wait_and_interrupt(thread: int) -> None:
-        wait_until(is_amid, "a job")
-        signal.pthread_kill(thread, signal.SIGUSR1)
-
-    def begin() -> threading.Thread:
-        started = threading.Thread(target=wait_and_interrupt, args=(threading.get_ident(),))
-        started.start()
-        return started
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    yield begin
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_an_interrupted_load_raises_once_no_copy_goes_on(
-    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
-) -> None:
-    hashes = keys(6, 4)
-    for block in range(4):
-        memory.write(block, 7)
-    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
-    (mover,) = daemon.movers()
-    os.kill(mover, signal.SIGSTOP)
-    interrupting = interrupt_amid()
-
-    def wake() -> None:
-        interrupting.join()
-        time.sleep(0.5)  # in which a load that does not wait for its copy would raise
-        os.kill(mover, signal.SIGCONT)
-
-    waker = threading.Thread(target=wake)
-    waker.start()
-    with pytest.raises(Interrupted):
-        memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
-    for block in range(8, 12):
-        memory.write(block, 9)
-    waker.join()
-    assert memory.batches.load([BlockRun(0, 0, hashes, range(16, 20))]) == [[True] * 4]
-    assert memory.values(16, 4) == [{7}] * 4
-    assert memory.values(8, 4) == [{9}] * 4, "a copy went on after the load had raised"
-    assert leased(memory.batches) == 0
-
-
-def test_an_interrupted_store_is_given_up(
-    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
-) -> None:
-    hashes = keys(7, 4)
-    for block in range(4):
-        memory.write(block, 7)
-    (mover,) = daemon.movers()
-    os.kill(mover, signal.SIGSTOP)
-    interrupting = interrupt_amid()
-    with pytest.raises(Interrupted):
-        memory.batches.store([BlockRun(0, 0, hashes, range(4))])
-    interrupting.join()
-    for block in range(4):
-        memory.write(block, 9)
-    os.kill(mover, signal.SIGCONT)
-    # It asks the daemon whether it is there, and leaves one that is not heard of alone for a while.
-    one = [BlockRun(0, 0, keys(8, 1), range(1))]
-    wait_until(lambda: memory.batches.store(one) == [True], "a store")
-    found = memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])[0]
-    assert all(values == {7} for values in memory.values(8, found.count(True)))
 
 
 def test_engines_that_name_the_same_epoch_go_on_sharing(daemon: DaemonProcess) -> None:

@@ -330,10 +330,10 @@ def test_a_hung_daemon_costs_one_deadline_not_one_for_each_namespace(
 
 def note_waits(batches: BlockBatches, awaited: list[BlockBatches]) -> None:
     """From here on, whoever waits for jobs is noted."""
-    wait = batches._wait
+    wait = batches._see_ends
 
     def wait_and_note(*given: Any, **named: Any) -> list[bool]:
         awaited.append(batches)
         return wait(*given, **named)
 
-    batches._wait = wait_and_note  # type: ignore[method-assign]
+    batches._see_ends = wait_and_note  # type: ignore[method-assign]

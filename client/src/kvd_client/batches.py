@@ -13,8 +13,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, each_in_
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lease_renewal import LeaseRenewal
+from kvd_client.leased_answers import LeasedAnswers
 from kvd_client.scheduler.hits import Flags, Statuses
 from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S, KEYS_PER_CALL
 from kvd_client.scheduler.plan import StepPlan
@@ -38,7 +39,6 @@ from kvd_proto.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_CLAIMS = 4096  # answers whose blocks are leased and not loaded yet; the oldest goes first
 MAX_UNTOLD_REQUESTS = 256  # that are over; then the daemon is told without a step of other work
 _U32_MAX = (1 << 32) - 1  # a number on the wire
 QUERIES_PER_CALL = 64  # each costs the daemon a fifth of a millisecond, whatever its size
@@ -68,16 +68,6 @@ class SoughtKeys(NamedTuple):
 
 
 @dataclass(slots=True)
-class LeasedAnswer:
-    """What one answer leased, until all of it is loaded or its time is over."""
-
-    request_id: str
-    since_s: float
-    left: int = 0  # keys that were not loaded yet
-    keys: list[tuple[int, Sequence[bytes]]] = field(default_factory=list)  # by group
-
-
-@dataclass(slots=True)
 class AwaitedJob:
     """A job that some thread waits for."""
 
@@ -101,9 +91,8 @@ class BlockBatches:
         self._lock = threading.Lock()  # guards all that follows, and the worker
         self._numbers = itertools.count(1)
         self._jobs: dict[int, AwaitedJob] = {}
-        self._claims: dict[str, LeasedAnswer] = {}  # by request, oldest first
-        self._leased: dict[int, dict[bytes, LeasedAnswer]] = {}  # by group and key
         self._finished: list[str] = []  # requests, to be told with the next step
+        self._answers = LeasedAnswers(self._note_over)
         self._lasting: set[str] = set()  # requests that go on after a store
         self._num_blocks: list[int] = []  # of the engine, by group
         self._resets = 0
@@ -124,8 +113,7 @@ class BlockBatches:
         """In a forked process nothing is found, and stores and loads fail."""
         self._lock = threading.Lock()
         self._jobs.clear()
-        self._claims.clear()
-        self._leased.clear()
+        self._answers.clear()
         self._finished.clear()
         self._lasting.clear()
 
@@ -246,10 +234,7 @@ class BlockBatches:
     def _make_room(self, keys: int) -> None:
         """End the oldest claims of so many keys: what nobody loads keeps no other from a lease."""
         with self._lock:
-            while keys > 0 and self._claims:
-                claim = next(iter(self._claims.values()))
-                keys -= claim.left
-                self._end_claim(claim)
+            self._answers.make_room(keys)
 
     def _may_become(self, wanted: SoughtKeys, statuses: Statuses, waited_s: float) -> bool:
         """Whether it is worth while to ask again for what was no hit."""
@@ -310,67 +295,27 @@ class BlockBatches:
 
     def _claim(self, request_id: str, wanted: Sequence[SoughtKeys], found: Sequence[Flags]) -> bool:
         """Remember what is leased now, and for whom; whether that is anything."""
-        claim = LeasedAnswer(request_id, time.monotonic())
-        mine: dict[int, dict[bytes, LeasedAnswer]] = {}  # each key once, however often it was asked
+        mine: dict[int, dict[bytes, None]] = {}  # each key once, however often it was asked
         for each, flags in zip(wanted, found, strict=True):
             count = int(np.count_nonzero(flags))
             if count:
                 keys = each.keys if count == len(each.keys) else compress(each.keys, flags)
-                mine.setdefault(each.group, {}).update(dict.fromkeys(keys, claim))
+                mine.setdefault(each.group, {}).update(dict.fromkeys(keys))
+        leased = {group: list(keys) for group, keys in mine.items()}
         with self._lock:
-            for group, leased in mine.items():
-                claim.left += len(leased)
-                claim.keys.append((group, list(leased)))
-                self._leased.setdefault(group, {}).update(leased)
-            if claim.left:
-                self._claims[request_id] = claim
-            else:
-                self._finished.append(request_id)
-            if len(self._claims) > MAX_CLAIMS:
-                self._end_claim(next(iter(self._claims.values())))
-            if self._end_old_claims() or len(self._finished) >= MAX_UNTOLD_REQUESTS:
+            self._answers.add(request_id, leased)
+            has_ended = self._answers.end_old(self.options.lease_s)
+            if has_ended or len(self._finished) >= MAX_UNTOLD_REQUESTS:
                 self._send_locked(StepDraft())  # one that only asks sends no other
-            return bool(claim.left)
+            return bool(leased)
 
     def _renew(self) -> bool:
         """A step renews what is leased. False: nothing is."""
         with self._lock:
-            has_ended = self._end_old_claims()
-            if (self._claims or has_ended) and self.is_usable:
+            has_ended = self._answers.end_old(self.options.lease_s)
+            if (self._answers or has_ended) and self.is_usable:
                 self._send_locked(StepDraft())
-            return bool(self._claims)
-
-    def _end_claim(self, claim: LeasedAnswer) -> None:
-        """Called under the lock."""
-        self._claims.pop(claim.request_id, None)
-        self._finished.append(claim.request_id)
-        for group, keys in claim.keys if claim.left else ():
-            leased = self._leased[group]
-            for key in keys:
-                if leased.get(key) is claim:
-                    del leased[key]
-
-    def _note_loaded(self, run: BlockRun) -> None:
-        """Their leases are needed no more. Called under the lock."""
-        leased = self._leased.get(run.group, {})
-        for key in run.block_hashes:
-            claim = leased.pop(key, None)
-            if claim is not None:
-                claim.left -= 1
-                if not claim.left:
-                    self._end_claim(claim)
-
-    def _end_old_claims(self) -> bool:
-        """Whether there were any. Called under the lock."""
-        oldest_s = time.monotonic() - self.options.lease_s
-        ended = False
-        while self._claims:
-            claim = next(iter(self._claims.values()))
-            if claim.since_s > oldest_s:
-                break
-            self._end_claim(claim)
-            ended = True
-        return ended
+            return bool(self._answers)
 
     def _new_request(self) -> str:
         return f"batch-{next(self._numbers)}"
@@ -400,7 +345,7 @@ class BlockBatches:
             loaded[number][: len(head.block_hashes)] = [ok] * len(head.block_hashes)
         with self._lock:
             for run in runs:
-                self._note_loaded(run)
+                self._answers.note_loaded(run.group, run.block_hashes)
         return loaded
 
     def _left_of(self, runs: Sequence[BlockRun], failed: Sequence[int]) -> dict[int, BlockRun]:
@@ -416,12 +361,13 @@ class BlockBatches:
         return heads
 
     def _load(self, runs: Sequence[BlockRun]) -> list[bool]:
-        with self._lock:
-            drafts = self._drafts(runs)
+        def begin(drafts: list[JobDraft]) -> bool:
             if not (drafts and self._begin(StepDraft(loads=drafts), drafts)):
-                return [False] * len(runs)
+                return False
             self._worker.start_loads(StepPlan(loads=tuple(draft.job_id for draft in drafts)))
-        return self._wait(drafts, deadline_s=None)
+            return True
+
+        return self._see_through(runs, "", begin, deadline_s=None)
 
     def store(self, runs: Sequence[BlockRun], request_id: str = "") -> list[bool]:
         """Keep blocks; of each run, whether all of it can be found now.
@@ -443,7 +389,7 @@ class BlockBatches:
         with self._lock:
             if request_id in self._lasting:
                 self._lasting.remove(request_id)
-                self._finished.append(request_id)
+                self._note_over(request_id)
 
     def _store_parts(self, runs: Sequence[BlockRun], request_id: str) -> list[bool]:
         began, pause, resets = time.monotonic(), FIRST_PAUSE * POLL_S, self._resets
@@ -460,15 +406,16 @@ class BlockBatches:
         return stored
 
     def _store(self, runs: Sequence[BlockRun], request_id: str = "") -> list[bool]:
-        with self._lock:
-            drafts = self._drafts(runs, request_id)
+        def begin(drafts: list[JobDraft]) -> bool:
             self._lasting.update([request_id] if request_id else [])
             for draft in drafts:
                 draft.request_level = True
             if not self._begin(StepDraft(stores=drafts), drafts):
-                return [False] * len(runs)
+                return False
             self._worker.finish_step(StepPlan(stores=tuple(draft.job_id for draft in drafts)))
-        return self._wait(drafts, deadline_s=self.options.store_deadline_s)
+            return True
+
+        return self._see_through(runs, request_id, begin, self.options.store_deadline_s)
 
     def _drafts(self, runs: Sequence[BlockRun], request_id: str = "") -> list[JobDraft]:
         """Jobs with rising numbers, so they are to be sent before others. Called under the lock."""
@@ -495,18 +442,55 @@ class BlockBatches:
             return self._send_locked(step)
 
     def _send_locked(self, step: StepDraft) -> bool:
-        self._end_old_claims()
+        self._answers.end_old(self.options.lease_s)
         step.finished, self._finished = self._finished, []
         return self._connection.send_step(step)
 
-    def _wait(self, drafts: Sequence[JobDraft], deadline_s: float | None) -> list[bool]:
-        """As `_see_ends`. What a signal's handler raises meanwhile comes once all have ended, too:
-        no copy goes on behind its back."""
+    def _see_through(
+        self,
+        runs: Sequence[BlockRun],
+        request_id: str,
+        begin: Callable[[list[JobDraft]], bool],
+        deadline_s: float | None,
+    ) -> list[bool]:
+        """Order a job for each run, and as `_see_ends`. What a signal's handler raises meanwhile
+        comes once all have ended, too: no copy goes on behind its back."""
+        drafts: list[JobDraft] = []
         try:
+            with self._lock:
+                drafts += self._drafts(runs, request_id)
+                if not begin(drafts):
+                    return [False] * len(runs)
             return self._see_ends(drafts, deadline_s)
         except BaseException:
-            self._see_ends(drafts, None if deadline_s is None else 0.0)
+            self._leave(drafts, are_stores=deadline_s is not None)
             raise
+
+    def _leave(self, drafts: Sequence[JobDraft], *, are_stores: bool) -> None:
+        """Wait until no copy touches the blocks; stores are given up. Any may have begun."""
+        job_ids = [draft.job_id for draft in drafts]
+        touching = True
+        while touching:
+            with self._lock:
+                if are_stores:
+                    self._worker.flush_step(StepPlan(flush=tuple(job_ids)))
+                self._take_ends()
+                touching = bool(self._worker.wait(job_ids, 0.0))
+                if not touching:
+                    self._end_requests(drafts)
+                    for job_id in job_ids:
+                        self._jobs.pop(job_id, None)
+            time.sleep(POLL_S)
+
+    def _end_requests(self, drafts: Sequence[JobDraft]) -> None:
+        """But for those that last. Called under the lock."""
+        for draft in drafts:
+            if draft.job_id in self._jobs and draft.context.request_id not in self._lasting:
+                self._note_over(draft.context.request_id)
+
+    def _note_over(self, request_id: str) -> None:
+        """Called under the lock."""
+        self._finished.append(request_id)
 
     def _see_ends(self, drafts: Sequence[JobDraft], deadline_s: float | None) -> list[bool]:
         """Whether each job is done, once all have ended. At the deadline stores are given up;
@@ -523,8 +507,7 @@ class BlockBatches:
                 if is_late:
                     self._worker.flush_step(StepPlan(flush=tuple(left)))  # they may be overwritten
                 if is_late or not left:
-                    told = [d.context.request_id for d in drafts if d.job_id in jobs]
-                    self._finished += [each for each in told if each not in self._lasting]
+                    self._end_requests(drafts)
                     done = [bool(self._jobs.pop(job_id).done) for job_id in jobs]
                     break
             time.sleep(min(max(POLL_S, waited * POLL_SHARE), POLL_MAX_S))

@@ -128,12 +128,12 @@ BATCHES = (
     _batches(
         "store given up whose blocks are read on",
         "batches",
-        "        self._worker.flush_step(StepPlan(flush=tuple(stores)))\n",
-        "        pass\n",
+        "self._worker.flush_step(StepPlan(flush=tuple(left)))  # they may be overwritten\n",
+        "pass\n",
     ),
     _batches(
         "answer whose blocks stay leased once they are loaded",
-        "batches",
+        "leased_answers",
         "            claim = leased.pop(key, None)\n",
         "            claim = leased.get(key)\n",
     ),
@@ -145,7 +145,7 @@ BATCHES = (
     ),
     _batches(
         "answers whose time is over and that stay leased",
-        "batches",
+        "leased_answers",
         "            if claim.since_s > oldest_s:\n",
         "            if True:\n",
     ),

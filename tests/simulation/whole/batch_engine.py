@@ -203,8 +203,9 @@ class BatchEngine(ClientEngine):
         made = self.batches
         assert not made._jobs, "a job is kept for nobody"
         assert not self.side.connection._lookups._answers, "an answer of a lookup is kept"
-        leased = sum(map(len, made._leased.values()))
-        assert leased == sum(claim.left for claim in made._claims.values()), "claims and leases"
+        answers = made._answers
+        leased = sum(map(len, answers._leased.values()))
+        assert leased == sum(claim.left for claim in answers._claims.values()), "claims and leases"
         assert not self.side.worker._jobs._open, "a rank's job never ended"
         self.take_memory_back()
 

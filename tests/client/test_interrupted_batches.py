@@ -1,0 +1,147 @@
+"""What a signal's handler raises amid a call that waits for copies leaves none of them behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvd.cli.status import ask
+from kvd_client.draft import BlockRun
+from tests.client.test_batches import Memory, keys, leased, memory
+from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
+
+__all__ = ["memory"]  # a fixture
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.fixture
+def interrupt_amid(daemon: DaemonProcess) -> Iterator[Callable[[], threading.Thread]]:
+    """Raise Interrupted in this thread once the daemon has a job of ours under way."""
+
+    def interrupt(*_told: object) -> None:
+        raise Interrupted
+
+    def is_amid() -> bool:
+        return any(session.jobs_in_flight for session in ask(daemon.socket, 10.0).sessions)
+
+    def wait_and_interrupt(thread: int) -> None:
+        wait_until(is_amid, "a job")
+        signal.pthread_kill(thread, signal.SIGUSR1)
+
+    def begin() -> threading.Thread:
+        started = threading.Thread(target=wait_and_interrupt, args=(threading.get_ident(),))
+        started.start()
+        return started
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield begin
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupted_load_raises_once_no_copy_goes_on(
+    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
+) -> None:
+    hashes = keys(6, 4)
+    for block in range(4):
+        memory.write(block, 7)
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    interrupting = interrupt_amid()
+
+    def wake() -> None:
+        interrupting.join()
+        time.sleep(0.5)  # in which a load that does not wait for its copy would raise
+        os.kill(mover, signal.SIGCONT)
+
+    waker = threading.Thread(target=wake)
+    waker.start()
+    with pytest.raises(Interrupted):
+        memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
+    for block in range(8, 12):
+        memory.write(block, 9)
+    waker.join()
+    assert memory.batches.load([BlockRun(0, 0, hashes, range(16, 20))]) == [[True] * 4]
+    assert memory.values(16, 4) == [{7}] * 4
+    assert memory.values(8, 4) == [{9}] * 4, "a copy went on after the load had raised"
+    assert leased(memory.batches) == 0
+
+
+def test_an_interrupted_store_is_given_up(
+    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
+) -> None:
+    hashes = keys(7, 4)
+    for block in range(4):
+        memory.write(block, 7)
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    interrupting = interrupt_amid()
+    with pytest.raises(Interrupted):
+        memory.batches.store([BlockRun(0, 0, hashes, range(4))])
+    interrupting.join()
+    for block in range(4):
+        memory.write(block, 9)
+    os.kill(mover, signal.SIGCONT)
+    # It asks the daemon whether it is there, and leaves one that is not heard of alone for a while.
+    one = [BlockRun(0, 0, keys(8, 1), range(1))]
+    wait_until(lambda: memory.batches.store(one) == [True], "a store")
+    found = memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])[0]
+    assert all(values == {7} for values in memory.values(8, found.count(True)))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("call", ["start_loads", "finish_step", "get_finished"])
+def test_an_interrupt_as_a_job_begins_leaves_no_copy_behind(
+    memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str, begun: bool
+) -> None:
+    """A signal's handler may raise between any two calls."""
+    hashes = keys(9 + 2 * begun + (call == "start_loads"), 4)
+    for block in range(4):
+        memory.write(block, 7)
+    one = [BlockRun(0, 0, hashes, range(4))]
+    loads = call == "start_loads"
+    if loads:
+        assert memory.batches.store(one) == [True]
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    waker = threading.Timer(0.3, os.kill, (mover, signal.SIGCONT))
+    worker = memory.batches._worker
+    original, calls = getattr(worker, call), []
+
+    def interrupted(*given: object) -> object:
+        calls.append(given)
+        if len(calls) > 1:
+            return original(*given)
+        if begun:
+            original(*given)
+        if loads:
+            waker.start()
+        raise Interrupted
+
+    monkeypatch.setattr(worker, call, interrupted)
+    move = memory.batches.load if loads else memory.batches.store
+    with pytest.raises(Interrupted):
+        move([BlockRun(0, 0, hashes, range(8, 12))] if loads else one)
+    monkeypatch.undo()
+    for block in [*range(4), *range(8, 12)]:
+        memory.write(block, 9)
+    if loads:
+        waker.join()
+    os.kill(mover, signal.SIGCONT)
+    wait_until(
+        lambda: memory.batches.store([BlockRun(0, 0, keys(8, 1), [20])]) == [True], "a store"
+    )
+    found = memory.batches.load([BlockRun(0, 0, hashes, range(12, 16))])[0]
+    assert all(values == {7} for values in memory.values(12, found.count(True)))
+    assert memory.values(8, 4) == [{9}] * 4, "a copy went on after the call had raised"
+    assert leased(memory.batches) == 0
+    assert not memory.batches._jobs
