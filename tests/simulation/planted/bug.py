@@ -34,7 +34,7 @@ class Bug:
     @property
     def needs_batches(self) -> bool:
         """Whether that has to be a client that asks in batches."""
-        return self.module == "kvd_client.batches"
+        return self.module in ("kvd_client.batches", "kvd_client.leased_answers")
 
 
 def bug(

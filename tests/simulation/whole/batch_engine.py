@@ -15,7 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from kvd_client import EngineIdentity, batches, lease_renewal
+from kvd_client import EngineIdentity, batches, lease_renewal, leased_answers
 from kvd_client.draft import BlockRun
 from tests.simulation.whole.client import (
     DRAINED_S,
@@ -245,6 +245,7 @@ def in_force(threads: Threads) -> AbstractContextManager[None]:
             (batches, "threading", threading),
             (lease_renewal, "threading", threading),
             (batches, "time", threads.as_time()),
+            (leased_answers, "time", threads.as_time()),
             (batches, "SchedulerConnection", WatchedConnection),
         ]
     )
