@@ -52,7 +52,7 @@ from kvd_proto.v1 import (
     worker_pb2_grpc,
 )
 
-MAX_STREAMS = 64  # calls under way on one connection
+MAX_STREAMS = 16  # calls under way on one connection; a client of kvd's has a few
 LOOKAHEAD_BYTES = 16 * 1024  # of a call's messages, taken in before they are asked for
 STOP_SECONDS = 1.0
 SERVICES = tuple(

@@ -274,11 +274,13 @@ async def test_a_last_word_counts_though_the_process_had_ended_before_it_was_rea
 ) -> None:
     """Also where control writes to it before that, which fails and closes the transport."""
     monkeypatch.setattr(parent, "_LAST_WORDS_S", PATIENCE_S)
-    monkeypatch.setattr(module, "USAGE_S", 60.0)  # what control asks is a write, too
+    for pause in ("USAGE_S", "LEFT_S"):  # what control asks is a write, too
+        monkeypatch.setattr(module, pause, 60.0)
     async with tier_rig() as r:
         tier = await r.start(BAD + "KeepsMemory", how="block")
         tier.write(r.next_order(), placed([1], [1]), soon())
         await r.sink.answer(1)
+        await until(lambda: tier._next_look and (tier._next_left or not tier._names_left))
         unread = cast("asyncio.Transport", tier._transport)
         unread.pause_reading()
         tier.read(r.next_order(), placed([1], [2]), soon(60.0))  # else it is called off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,40 @@ def cluster(tmp_path: Path) -> Iterator[ValkeyCluster]:
     made = ValkeyCluster(tmp_path, 2)
     yield made
     made.kill()
+
+
+def test_a_block_that_moves_behind_the_back_of_a_look_is_deleted(
+    cluster: ValkeyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to a server that was looked through already, from one that was not yet."""
+    store = ValkeyStore({"addresses": cluster.addresses})
+    here, there = cluster.servers
+    names = {n: store._book.record_name(key(n)) for n in range(8)}
+    mine = next(n for n in names if store._servers.home_of(slot_of(names[n])) == here.address)
+    keep(store, [mine])
+    slots = [slot_of(names[mine])]
+    cluster.begin_move(slots, giver=0, taker=1)
+    all_at_once, looks = store._all, []
+
+    def there_first(groups: Any, act: Any, deadline: float) -> None:
+        homes = [home for home, _ in groups]
+        if set(homes) != {here.address, there.address}:
+            all_at_once(groups, act, deadline)
+            return
+        looks.append(homes)
+        act(there.address, [])
+        if len(looks) == 1:
+            here.call("MIGRATE", there.host, there.port, names[mine].decode(), 0, 5000)
+        act(here.address, [])
+
+    monkeypatch.setattr(store, "_all", there_first)
+    store.delete_scopes([ONE], soon())
+    monkeypatch.undo()
+    cluster.end_move(slots, taker=1)
+    store._servers.refresh()
+    assert len(looks) > 1
+    assert read(store, key(mine))[0] is Outcome.MISSING
+    store.close()
 
 
 @pytest.mark.parametrize("to_a_new_one", [False, True])

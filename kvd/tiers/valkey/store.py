@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvd.tiers.gang import Gang, require_time
@@ -49,6 +49,33 @@ class _Sweep:
     is_over: bool = False
 
 
+@dataclass(slots=True)
+class _Deletion:
+    """How far the names of all servers were gone through, once more, for what is to go."""
+
+    homes: list[str] = field(default_factory=list)
+    sweeps: dict[str, _Sweep] = field(default_factory=dict)
+    clean: int = 0  # looks in a row that found none
+
+    def go_through(self, homes: list[str]) -> None:
+        """Look through these servers: where they are others than before, from the beginning."""
+        if homes != self.homes:
+            self.homes, self.sweeps, self.clean = homes, {}, 0
+        for home in homes:
+            self.sweeps.setdefault(home, _Sweep())
+
+    def end_look(self, homes: list[str]) -> None:
+        """All were gone through; these are the servers now."""
+        is_clean = homes == self.homes and not any(each.found for each in self.sweeps.values())
+        self.clean = self.clean + 1 if is_clean else 0
+        self.sweeps.clear()
+
+    @property
+    def is_done(self) -> bool:
+        # Between the looks at two servers a name may move to the one that was looked at.
+        return self.clean >= (2 if len(self.homes) > 1 else 1)
+
+
 class ValkeyStore:
     """A `TierStore` in a Valkey cluster, or in one server. Opening it may raise TierUnusable.
 
@@ -68,7 +95,7 @@ class ValkeyStore:
         self._moved = Counter(blocks=1, values=1)
         self._evicted_blocks = 0.0
         self._evicted_keys: dict[str, int] = {}  # by server, of which it told last
-        self._unfinished: dict[tuple[bytes, ...], tuple[list[str], dict[str, _Sweep]]] = {}
+        self._unfinished: dict[tuple[bytes, ...], _Deletion] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -179,46 +206,35 @@ class ValkeyStore:
     def _delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         """Look through all names of each server, again and again until there is none.
 
-        Once would do, but for slots that move from a server to another meanwhile. What the
-        deadline cuts short the next call goes on with: all names may take longer than any deadline.
+        Once would do, but for names that move from a server to another meanwhile: of several
+        servers there is none once two looks in a row have found none. What the deadline cuts short
+        the next call goes on with: all names may take longer than any deadline.
         """
         self._servers.settle_doubts(deadline)
         begins = tuple(self._book.begin_of_scope(scope) for scope in scopes)
         with self._lock:
-            homes, sweeps = self._unfinished.pop(begins, ([], {}))
+            work = self._unfinished.pop(begins, None) or _Deletion()
         try:
-            is_done = False
-            while not is_done:
+            while not work.is_done:
                 self._servers.refresh()
-                if (now := self._servers.holders(deadline)) != homes:
-                    homes, sweeps = now, {}
-                self._sweep_all(homes, sweeps, begins, deadline)
-                is_done = not any(sweep.found for sweep in sweeps.values())
-                sweeps.clear()
+                work.go_through(self._servers.holders(deadline))
+                self._sweep_all(work, begins, deadline)
                 self._servers.refresh()
-                is_done = is_done and self._servers.holders(deadline) == homes
+                work.end_look(self._servers.holders(deadline))
         except TierError:
             with self._lock:
-                self._unfinished[begins] = (homes, sweeps)
+                self._unfinished[begins] = work
                 if len(self._unfinished) > MAX_UNFINISHED:
                     del self._unfinished[next(iter(self._unfinished))]
             raise
 
-    def _sweep_all(
-        self,
-        homes: list[str],
-        sweeps: dict[str, _Sweep],
-        begins: tuple[bytes, ...],
-        deadline: float,
-    ) -> None:
+    def _sweep_all(self, work: _Deletion, begins: tuple[bytes, ...], deadline: float) -> None:
         pattern = begins[0] if len(begins) == 1 else self._book.begin_of_scope(b"")
-        for home in homes:
-            sweeps.setdefault(home, _Sweep())
 
         def sweep(home: str, _: list[bytes]) -> None:
-            self._sweep(home, sweeps[home], pattern + b"*", begins, deadline)
+            self._sweep(home, work.sweeps[home], pattern + b"*", begins, deadline)
 
-        self._all([(home, []) for home in homes], sweep, deadline)
+        self._all([(home, []) for home in work.homes], sweep, deadline)
 
     def _sweep(
         self, home: str, sweep: _Sweep, pattern: bytes, begins: tuple[bytes, ...], deadline: float
