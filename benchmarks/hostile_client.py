@@ -33,6 +33,7 @@ from benchmarks.rig import MIB, BenchEngine, daemon, keys
 from tests.faults.stand import resident_kib
 from tests.ports import free_port
 
+MODULE = "benchmarks.hostile_client"
 BLOCK = 64 * 1024
 BAR_RATIO = 2.0
 BAR_MIB = 256
@@ -97,10 +98,10 @@ def patient(engine: BenchEngine, hashes: list[bytes]) -> float:
 
 
 @contextlib.contextmanager
-def another(*arguments: object) -> Iterator[Tell]:
-    """This benchmark again as another process; what it gives tells it a word for its answer."""
+def another(*arguments: object, module: str = MODULE) -> Iterator[Tell]:
+    """A benchmark again as another process; what it gives tells it a word for its answer."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.hostile_client", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
 from kvd.control import errors
+from kvd.control.access.calls_in_line import CallsInLine
 from kvd.control.access.intake import TAKE_IN_SECONDS, Intake
 from kvd.control.access.peers import Context, no_peer
 from kvd.control.sessions import wire
@@ -40,6 +41,9 @@ class CallObserver(Protocol):
     def refused(self, reason: str) -> None:
         """A call or a message broke a rule."""
 
+    def lined_up(self) -> None:
+        """A call waits in line: its user sends more than are taken up as they come."""
+
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Checks and counts every call of kvd's own methods; health and reflection pass untouched."""
@@ -56,6 +60,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._turns = turns
         self._user_of = user_of
         self._operates = operates
+        self._line = CallsInLine()
         self._intake = Intake()
         self._on_broken_invariant = on_broken_invariant
 
@@ -94,7 +99,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # only when it is asked for, and who has many calls half said holds only his own share.
         async def call(_requests: AsyncIterator[bytes], context: Context) -> Any:
             async def read_and_behave() -> Any:
-                with self._counted(context) as user:
+                async with self._counted(context) as user:
                     content = await self._take_in(user, context)
                     async with self._intake.for_message(user, len(content)):
                         message = await self._read(kind, content, user)
@@ -105,10 +110,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    @contextlib.contextmanager
-    def _counted(self, context: Context) -> Generator[int]:
-        """The caller's user, with one call more under way."""
+    @contextlib.asynccontextmanager
+    async def _counted(self, context: Context) -> AsyncGenerator[int]:
+        """The caller's user, with one call more under way, as soon as it may be taken up."""
         user = self._user_of(context)
+        if self._line.must_wait(user):
+            self._observer.lined_up()
+            await self._line.wait(user)
         if user is None:
             raise no_peer()
         self._intake.calls.take(user, operates=self._operates(user))
@@ -155,7 +163,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(_requests: AsyncIterator[bytes], context: Context) -> None:
             async def read_and_behave() -> None:
-                with self._counted(context) as user:
+                async with self._counted(context) as user:
                     # Closed at once: what it holds for its last message would else stay for the
                     # collector.
                     async with contextlib.aclosing(read_each(user, context)) as each:

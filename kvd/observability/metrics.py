@@ -457,6 +457,11 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._lined_up = Counter(
+            "kvd_calls_lined_up",
+            "Calls that waited in line: their user sends more than are taken up as they come.",
+            registry=self.registry,
+        )
         self._copy_seconds = Histogram(
             "kvd_transfer_seconds",
             "Time of one rank's copy of one job, by kind.",
@@ -555,6 +560,10 @@ class Metrics:
     def refused(self, reason: str) -> None:
         """A call or a message broke a rule."""
         self._refused.labels(reason).inc()
+
+    def lined_up(self) -> None:
+        """A call waits in line: its user sends more than are taken up as they come."""
+        self._lined_up.inc()
 
     def transfer_finished(
         self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int

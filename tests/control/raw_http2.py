@@ -37,6 +37,9 @@ class RawHttp2:
         if says_hello:
             self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def begin(self, method: str, token: str) -> int:
         """Begin a call of `/Service/Method`; its stream's number."""
         stream, self._next = self._next, self._next + 2

@@ -1,0 +1,88 @@
+"""Calls of users who send more than others can wait for: they stand in lines of their own.
+
+gRPC hands the calls of a method over one at a time, in the order in which they came, whoever sent
+them; and each that is answered lets who sent it send the next. Were all taken up as they come, a
+user who keeps some hundred connections full would stand before everybody else's next call for as
+long as all of his take. A call that waits here has left gRPC's line, and stands in nobody's way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+
+CALLS_A_SECOND = 1000  # of one user are taken up as they come, and of all who wait together
+CALLS_AT_ONCE = 128  # of one user, that come together, are taken up as they come
+MIN_REMEMBERED = 64  # users whose calls are remembered until their time is over
+_AT_ONCE_S = CALLS_AT_ONCE / CALLS_A_SECOND
+_MOST_AT_A_LOOK = 4  # calls let go together where the loop was late
+
+
+class CallsInLine:
+    """Lets a user's calls go on: at once, or in his turn. Lives on one event loop.
+
+    As they come by the generic cell rate algorithm, a leaky bucket; a user who has a line waits
+    behind it. The lines' oldest calls go on at an even pace, and users take turns. A call that is
+    given up while it waits is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        self._due_s: dict[Hashable, float] = {}  # when the time of a user's calls so far is over
+        self._most_remembered = 2 * MIN_REMEMBERED
+        self._looked_s = 0.0
+
+    def __len__(self) -> int:
+        """Users whose calls are remembered or wait."""
+        return len(self._due_s.keys() | self._lines.keys())
+
+    def must_wait(self, user: Hashable) -> bool:
+        """Note a call that came now: whether it has to wait in its user's line."""
+        if user in self._lines:
+            return True
+        now = time.monotonic()
+        due = max(self._due_s.get(user, 0.0), now) + 1 / CALLS_A_SECOND
+        if due - now > _AT_ONCE_S:
+            return True
+        self._due_s[user] = due
+        if len(self._due_s) > self._most_remembered:
+            self._due_s = {each: at for each, at in self._due_s.items() if at > now}
+            self._most_remembered = 2 * max(len(self._due_s), MIN_REMEMBERED)
+        return False
+
+    async def wait(self, user: Hashable) -> None:
+        """Wait behind the calls of this user that wait already, in turns with other users."""
+        turn = asyncio.get_running_loop().create_future()
+        if not self._lines:
+            self._looked_s = time.monotonic()
+            self._look_later()
+        self._lines.setdefault(user, deque()).append(turn)
+        await turn
+
+    def _look_later(self) -> None:
+        asyncio.get_running_loop().call_later(1 / CALLS_A_SECOND, self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        due = int((now - self._looked_s) * CALLS_A_SECOND)
+        if due >= _MOST_AT_A_LOOK:  # the loop was busy: what it missed is not made up for
+            due, self._looked_s = _MOST_AT_A_LOOK, now
+        else:
+            self._looked_s += due / CALLS_A_SECOND
+        while due and self._lines:
+            due -= self._let_go()
+        if self._lines:
+            self._look_later()
+
+    def _let_go(self) -> bool:
+        """Let the next user's oldest call go on; False where that one was given up."""
+        user, line = self._lines.popitem(last=False)
+        turn = line.popleft()
+        if line:
+            self._lines[user] = line  # behind the other users
+        if turn.done():
+            return False
+        turn.set_result(None)
+        return True
