@@ -82,7 +82,7 @@ def test_calls_of_which_nothing_is_asked_hold_little_each(running: RunningDaemon
         assert sorted(sent)[len(sent) // 2] <= 2 * LOOKAHEAD_BYTES
 
 
-def test_user_with_as_many_calls_as_he_may_is_told_so_at_once(running: RunningDaemon) -> None:
+def test_user_with_as_many_calls_as_he_may_is_told_so(running: RunningDaemon) -> None:
     with contextlib.ExitStack() as stack:
         caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
         connections = []

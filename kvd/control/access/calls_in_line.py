@@ -9,14 +9,17 @@ long as all of his take. A call that waits here has left gRPC's line, and stands
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 
+log = logging.getLogger(__name__)
+
 CALLS_A_SECOND = 1000  # of one user are taken up as they come, and of all who wait together
 CALLS_AT_ONCE = 128  # of one user, that come together, are taken up as they come
+LOG_SECONDS = 10.0  # between two lines of the log
 MIN_REMEMBERED = 64  # users whose calls are remembered until their time is over
-_AT_ONCE_S = CALLS_AT_ONCE / CALLS_A_SECOND
 _MOST_AT_A_LOOK = 4  # calls let go together where the loop was late
 
 
@@ -33,6 +36,7 @@ class CallsInLine:
         self._due_s: dict[Hashable, float] = {}  # when the time of a user's calls so far is over
         self._most_remembered = 2 * MIN_REMEMBERED
         self._looked_s = 0.0
+        self._logged_s = -LOG_SECONDS
 
     def __len__(self) -> int:
         """Users whose calls are remembered or wait."""
@@ -43,10 +47,10 @@ class CallsInLine:
         if user in self._lines:
             return True
         now = time.monotonic()
-        due = max(self._due_s.get(user, 0.0), now) + 1 / CALLS_A_SECOND
-        if due - now > _AT_ONCE_S:
+        due = max(self._due_s.get(user, 0.0), now)
+        if round((due - now) * CALLS_A_SECOND) >= CALLS_AT_ONCE:
             return True
-        self._due_s[user] = due
+        self._due_s[user] = due + 1 / CALLS_A_SECOND
         if len(self._due_s) > self._most_remembered:
             self._due_s = {each: at for each, at in self._due_s.items() if at > now}
             self._most_remembered = 2 * max(len(self._due_s), MIN_REMEMBERED)
@@ -58,8 +62,16 @@ class CallsInLine:
         if not self._lines:
             self._looked_s = time.monotonic()
             self._look_later()
+        if user not in self._lines:
+            self._log(user)
         self._lines.setdefault(user, deque()).append(turn)
         await turn
+
+    def _log(self, user: Hashable) -> None:
+        if time.monotonic() > self._logged_s + LOG_SECONDS:
+            self._logged_s = time.monotonic()
+            who = "who has not said hello" if user is None else f"uid {user}"
+            log.warning("%s sends more than %d calls a second: they wait", who, CALLS_A_SECOND)
 
     def _look_later(self) -> None:
         asyncio.get_running_loop().call_later(1 / CALLS_A_SECOND, self._look)
@@ -77,12 +89,13 @@ class CallsInLine:
             self._look_later()
 
     def _let_go(self) -> bool:
-        """Let the next user's oldest call go on; False where that one was given up."""
+        """Let the next user's oldest call go on; False where all of them were given up."""
         user, line = self._lines.popitem(last=False)
-        turn = line.popleft()
-        if line:
-            self._lines[user] = line  # behind the other users
-        if turn.done():
-            return False
-        turn.set_result(None)
-        return True
+        while line:
+            turn = line.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                if line:
+                    self._lines[user] = line  # behind the other users
+                return True
+        return False
