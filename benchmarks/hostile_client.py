@@ -4,7 +4,8 @@ An engine of one user asks for 16 keys, again and again; without anybody else, a
 process of another user takes as many connections, sessions, movers, event watchers, namespaces
 and scopes as it is let, reads nothing, leaves messages and HTTP requests half said, and floods the
 daemon with the largest legal steps, messages over the limit and small calls. It takes everything
-anew in each pair and lets it go at its end. Pairs are interleaved, since the machine is noisy.
+anew in each pair and lets it go at its end. Pairs are interleaved, since the machine is noisy. The
+same engine asks another daemon, too, which has nothing else to do.
 
 What is measured is the daemon, not who gets the processors: the hostile process runs at SCHED_IDLE,
 so that it has only what the others leave. Its movers and the daemon's own threads do not. The
@@ -30,6 +31,7 @@ from benchmarks import report
 from benchmarks.hostility import Hostility
 from benchmarks.neighbour import SMALL_KEYS, ask
 from benchmarks.rig import MIB, BenchEngine, daemon, keys
+from tests.daemon_process import DaemonProcess
 from tests.faults.stand import resident_kib
 from tests.ports import free_port
 
@@ -184,40 +186,52 @@ class Spells:
         }
 
 
-def measure(path: str, port: int, pid: int, pairs: int, calls: int) -> dict[str, Any]:
-    """Pairs of spells, without and with the hostile client, and the daemon's memory."""
+def measure(
+    running: DaemonProcess, port: int, other: DaemonProcess, pairs: int, calls: int
+) -> dict[str, Any]:
+    """Pairs of spells, without and with the hostile client, and the daemon's memory.
+
+    In each pair one more at another daemon, which has nothing else to do: what comes of the
+    machine's processors being busy.
+    """
     most, left = [], []
     did: dict[str, int] = {}
     with (
-        another("--as-victim", path, calls) as victim,
-        another("--as-hostile", path, port) as hostile,
+        another("--as-victim", running.socket, calls) as victim,
+        another("--as-victim", other.socket, calls) as bystander,
+        another("--as-hostile", running.socket, port) as hostile,
     ):
-        alone, beside = Spells(victim, pid), Spells(victim, pid)
-        victim("warm up")
-        idle = resident_kib(pid) / 1024
-        watch = Watch(pid)
+        alone, beside = Spells(victim, running.pid), Spells(victim, running.pid)
+        elsewhere = Spells(bystander, other.pid)
+        for each in victim, bystander:
+            each("warm up")
+        idle = resident_kib(running.pid) / 1024
+        watch = Watch(running.pid)
         for _ in range(pairs):
             alone.add()
             watch.most_mib()
             hostile("go")
             time.sleep(TAKING_SECONDS)
             beside.add()
+            elsewhere.add()
             did = hostile("stop")
             most.append(watch.most_mib() - idle)
             time.sleep(RELEASE_SECONDS)
-            left.append(resident_kib(pid) / 1024 - idle)
+            left.append(resident_kib(running.pid) / 1024 - idle)
         time.sleep(5.0)
         watch.end()
     return {
         "calls_a_spell": calls,
         **alone.figures("alone"),
         **beside.figures("beside"),
+        **elsewhere.figures("elsewhere"),
         "ratio_of_p99": report.ratios(beside.p99, alone.p99),
+        "elsewhere_ratio_of_p99": report.ratios(elsewhere.p99, alone.p99),
         "bar_of_the_ratio": BAR_RATIO,
         "idle_mib": idle,
         "most_mib_above_idle": report.Spread.of(most),
         "left_mib_above_idle": report.Spread.of(left),
-        "in_the_end_mib_above_idle": resident_kib(pid) / 1024 - idle,
+        "in_the_end_mib_above_idle": resident_kib(running.pid) / 1024 - idle,
         "bar_mib": BAR_MIB,
         "hostile": did,
     }
@@ -241,10 +255,14 @@ def main() -> None:
         parser.error("it needs root, to be two other users")
     pairs, calls = (3, 400) if options.quick else (10, 1000)
     port = free_port()
-    flags: dict[str, object] = {"http-port": port, "socket-mode": "0666"}
-    with daemon(1024 * MIB, extent_bytes=4 * MIB, **flags) as running:
-        Path(running.socket).parent.chmod(0o755)
-        results = measure(running.socket, port, running.pid, pairs, calls)
+    flags: dict[str, object] = {"socket-mode": "0666"}
+    with (
+        daemon(1024 * MIB, extent_bytes=4 * MIB, **flags, **{"http-port": port}) as running,
+        daemon(64 * MIB, extent_bytes=4 * MIB, **flags) as other,
+    ):
+        for each in running, other:
+            Path(each.socket).parent.chmod(0o755)
+        results = measure(running, port, other, pairs, calls)
     hostile = results.pop("hostile")
     print(report.table(["figure", "value"], [[k.replace("_", " "), v] for k, v in results.items()]))
     print(report.table(["the hostile client", "times"], [[k, v] for k, v in hostile.items()]))

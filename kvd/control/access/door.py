@@ -19,8 +19,9 @@ import socket
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvd.control.access import descriptors
 from kvd.control.access.peers import user_of
@@ -29,6 +30,7 @@ from kvd.linux.calls import SO_PASSRIGHTS
 from kvd.linux.proc import count_own_descriptors, own_descriptors
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Who has as many engines and tools as a user may have companion connections has a gRPC connection
 # for each of those, and some for those that begin anew.
@@ -39,6 +41,8 @@ MAX_UNACCEPTED = 128  # connections
 MAX_UNACCEPTED_IN_A_FLOOD = 8  # each takes gRPC some 0.1 ms
 FLOOD_SECONDS = 5.0  # after connections were shut down
 LOOK_SECONDS = 0.25
+TOGETHER = 4  # descriptors looked at, or connections shut down, between two pauses
+PAUSE_SECONDS = 0.0002  # else the event loop would wait for the interpreter at each of its steps
 LOG_SECONDS = 10.0  # who is shut out connects again at once
 
 
@@ -153,12 +157,12 @@ class Door:
             self._look_later()
 
     def look(self) -> int:
-        """Shut down what is too much; how many."""
+        """Shut down what is too much; how many. On a thread: it pauses."""
         gone = too_many(self.connections(), self.bound, self._operates)
         if gone:  # they are back in a moment
             self._flood_ends_s = time.monotonic() + FLOOD_SECONDS
             self._shorten_queue()
-        for each in gone:
+        for each in with_pauses(gone):
             with contextlib.suppress(OSError), _socket(each.fd) as connected:
                 # The number may be another's by now.
                 if os.fstat(connected.fileno()).st_ino == each.inode:
@@ -180,7 +184,7 @@ class Door:
         self._looks += 1
         known, seen, found = self._users, self._seen, []
         users: dict[int, int | None] = {}
-        for fd, inode in _sockets():
+        for fd, inode in with_pauses(_sockets()):
             with contextlib.suppress(OSError):
                 users[inode] = known[inode] if inode in known else self._user_behind(fd)
                 if (user := users[inode]) is not None:
@@ -197,6 +201,14 @@ class Door:
 
     def _is_mine(self, some: socket.socket) -> bool:
         return some.family == socket.AF_UNIX and some.getsockname() == self._path
+
+
+def with_pauses(all_of: Iterable[_T]) -> Iterator[_T]:
+    """The same, for a thread of little haste: the event loop gets on between a few of them."""
+    for number, each in enumerate(all_of, 1):
+        yield each
+        if number % TOGETHER == 0:
+            time.sleep(PAUSE_SECONDS)
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
