@@ -65,8 +65,11 @@ SWITCH_SECONDS = 0.0005
 # Of the loop, of gRPC's threads, and of every mover: a small call wakes a thread at each of its
 # steps, here and in its engine, and each of these may have to wait for whoever computes.
 SLICE_NS = 100_000
-MIDDLE_COLLECTION_EVERY = 2  # collections of the youngest; Python's own is 10
-WHOLE_COLLECTION_EVERY = 5000  # collections of what is no longer young; Python's own is 10
+# The collector's thresholds: objects more than there were, then collections of the generation
+# before. Python's own are 700, 10 and 10.
+YOUNG_COLLECTION_EVERY = 100
+MIDDLE_COLLECTION_EVERY = 2
+WHOLE_COLLECTION_EVERY = 25_000
 PROGRESS_SECONDS = 1.0
 START_EXTENSION_US = 30_000_000
 STOP_EXTENSION_US = 30_000_000  # beyond the drain: for calls, movers and tiers
@@ -435,11 +438,10 @@ def settle_memory() -> None:
     gc.collect()
     gc.freeze()
     # A whole collection holds the event loop for as long as clients make the daemon remember much:
-    # 50 to 70 ms, and once in 3 s, beside one that uses every bound. What has come since the last
-    # collection but one takes as long when very many calls come and wait: 40 ms where Python waits
-    # for ten collections of what is young.
-    young, _, _ = gc.get_threshold()
-    gc.set_threshold(young, MIDDLE_COLLECTION_EVERY, WHOLE_COLLECTION_EVERY)
+    # 50 to 70 ms, and once in 3 s, beside one that uses every bound. So does one of what is young:
+    # with Python's own thresholds 5 to 40 ms, many times a second, while very many calls come. Of
+    # small lots each is over soon, and all together take as long.
+    gc.set_threshold(YOUNG_COLLECTION_EVERY, MIDDLE_COLLECTION_EVERY, WHOLE_COLLECTION_EVERY)
 
 
 def _exit_broken(_error: AssertionError) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -20,10 +21,12 @@ from kvd.control.access.door import (
     LOOK_SECONDS,
     MAX_UNACCEPTED,
     MAX_UNACCEPTED_IN_A_FLOOD,
+    TOGETHER,
     Door,
     GrpcConnection,
     bound_of_connections,
     too_many,
+    with_pauses,
 )
 from kvd.core.shares import Bound
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
@@ -106,6 +109,15 @@ def test_door_knows_whose_each_connection_is_and_shuts_down_the_newest(tmp_path:
             client.close()
             connected.close()
         assert door.look() == 0
+
+
+def test_a_long_look_lets_the_event_loop_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    pause = SimpleNamespace(sleep=lambda _: done.append("pause"))
+    monkeypatch.setattr("kvd.control.access.door.time", pause)
+    for number in with_pauses(range(2 * TOGETHER + 1)):
+        done.append(str(number))
+    assert [done.index("pause"), done.count("pause")] == [TOGETHER, 2]
 
 
 class Greedy:
