@@ -162,7 +162,8 @@ def main() -> None:
         parser.error("it needs root, to be two other users")
     pairs, calls = (2, 100) if options.quick else (10, 400)
     results = []
-    with daemon(64 * MIB, **{"socket-mode": "0666"}) as running:
+    flags: dict[str, object] = {"socket-mode": "0666"}
+    with daemon(64 * MIB, extent_bytes=4 * MIB, **flags) as running:
         Path(running.socket).parent.chmod(0o755)
         for connections in CONNECTIONS:
             results.append(measure(running, connections, pairs, calls))

@@ -163,11 +163,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         async def call(_requests: AsyncIterator[bytes], context: Context) -> None:
             async def read_and_behave() -> None:
-                async with self._counted(context) as user:
-                    # Closed at once: what it holds for its last message would else stay for the
-                    # collector.
-                    async with contextlib.aclosing(read_each(user, context)) as each:
-                        await behaviour(each, context)
+                # Closed at once: what it holds for its last message would else stay for the
+                # collector.
+                async with (
+                    self._counted(context) as user,
+                    contextlib.aclosing(read_each(user, context)) as each,
+                ):
+                    await behaviour(each, context)
 
             await self._run(method, context, read_and_behave)
 

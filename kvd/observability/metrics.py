@@ -50,6 +50,7 @@ GATHER_SECONDS = 0.001  # of reading figures between two turns of the event loop
 _RPC_BUCKETS = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 5, 30,
 )  # fmt: skip
+_LINED_UP = "Calls that waited in line: their user sends more than are taken up as they come."
 _COPY_BUCKETS = (2.5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
 _MESSAGES = ("step", "lookup", "reset_cache")
 _SLOT_STATES = ("free", "reserved", "ready", "quarantined")
@@ -457,11 +458,7 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
-        self._lined_up = Counter(
-            "kvd_calls_lined_up",
-            "Calls that waited in line: their user sends more than are taken up as they come.",
-            registry=self.registry,
-        )
+        self._lined_up = Counter("kvd_calls_lined_up", _LINED_UP, registry=self.registry)
         self._copy_seconds = Histogram(
             "kvd_transfer_seconds",
             "Time of one rank's copy of one job, by kind.",

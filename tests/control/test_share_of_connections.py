@@ -115,8 +115,7 @@ def test_a_long_look_lets_the_event_loop_get_on(monkeypatch: pytest.MonkeyPatch)
     done: list[str] = []
     pause = SimpleNamespace(sleep=lambda _: done.append("pause"))
     monkeypatch.setattr("kvd.control.access.door.time", pause)
-    for number in with_pauses(range(2 * TOGETHER + 1)):
-        done.append(str(number))
+    done.extend(map(str, with_pauses(range(2 * TOGETHER + 1))))
     assert [done.index("pause"), done.count("pause")] == [TOGETHER, 2]
 
 
