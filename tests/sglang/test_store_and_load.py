@@ -127,3 +127,22 @@ def test_nothing_is_found_after_a_clear_and_others_keep_theirs(start_rank: Start
     assert other.prefetch(tokens)[0] == len(tokens)
     assert rank.backup(tokens, stored) == len(tokens)
     assert rank.prefetch(tokens)[0] == len(tokens)
+
+
+@pytest.mark.parametrize("call", ["batch_set_v1", "batch_get_v1"])
+def test_a_backend_that_is_closed_in_the_midst_of_a_call_moves_nothing(
+    start_rank: StartRank, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    rank = start_rank()
+    tokens = list(range(110_000, 110_000 + 2 * PAGE_TOKENS))
+    hashes = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
+    stored = rank.fill(tokens, seed=9)
+    pool = rank.backend._places["kv"].pool
+    pages = pool.pages(stored, len(hashes))
+
+    def pages_after_a_close(*_: object) -> object:
+        rank.backend.close()
+        return pages
+
+    monkeypatch.setattr(pool, "pages", pages_after_a_close)
+    assert getattr(rank.backend, call)(hashes, stored) == [False, False]

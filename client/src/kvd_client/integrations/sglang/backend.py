@@ -228,13 +228,12 @@ class KvdHiCache(HiCacheStorage):
     def _find(self, questions: Sequence[tuple[str, SoughtKeys]]) -> list[Flags]:
         """The answers in order; each namespace is asked once, those without a place miss."""
         found: list[Flags] = [_no_flags(len(wanted.keys)) for _, wanted in questions]
-        by_batches: dict[int, list[int]] = {}
+        by_batches: dict[BlockBatches, list[int]] = {}
         for number, (name, _) in enumerate(questions):
             place = self._places.get(name)
             if place is not None:
-                by_batches.setdefault(id(place.batches), []).append(number)
-        for numbers in by_batches.values():
-            batches = self._places[questions[numbers[0]][0]].batches
+                by_batches.setdefault(place.batches, []).append(number)
+        for batches, numbers in by_batches.items():
             answers = batches.find([questions[number][1] for number in numbers])
             for number, flags in zip(numbers, answers, strict=True):
                 found[number] = flags
@@ -284,7 +283,7 @@ class KvdHiCache(HiCacheStorage):
         """Of each transfer, which pages were moved. Pools of one namespace go together."""
         first = _before(extra_info)
         moved = [[False] * len(each.keys or ()) for each in transfers]
-        runs: dict[int, list[tuple[int, BlockRun]]] = {}
+        runs: dict[BlockBatches, list[tuple[int, BlockRun]]] = {}
         for number, transfer in enumerate(transfers):
             place = self._places.get(_name(transfer.name))
             if place is None:
@@ -297,10 +296,9 @@ class KvdHiCache(HiCacheStorage):
             elif len(pages):
                 hashes = keys_of(transfer.keys or ())
                 run = BlockRun(place.group, first, hashes, pages)
-                runs.setdefault(id(place.batches), []).append((number, run))
+                runs.setdefault(place.batches, []).append((number, run))
         sequence = "" if is_get else self._sequence(transfers, extra_info)
-        for entries in runs.values():
-            batches = self._places[_name(transfers[entries[0][0]].name)].batches
+        for batches, entries in runs.items():
             several = [run for _, run in entries]
             done = (
                 self._load(batches, several) if is_get else self._store(batches, several, sequence)
