@@ -237,6 +237,7 @@ class ControlServer:
         self._memory.close()
         if self._door is not None:
             self._door.close()
+        self._interceptor.close()
         self.companion.close()  # ends the peers, and with them their streams
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)

@@ -9,6 +9,7 @@ import time
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
+_CANCEL = 8  # an error's number
 _INITIAL_WINDOW = 4  # the setting's number
 _FRAME_BYTES = 16384
 _DEFAULT_WINDOW = 65535
@@ -74,6 +75,10 @@ class RawHttp2:
             sent += room
             self.read(0.0)
         return sent
+
+    def give_up(self, stream: int) -> None:
+        """Cancel a call."""
+        self._answer(_frame(_RESET, 0, stream, struct.pack(">I", _CANCEL)))
 
     def read(self, seconds: float) -> None:
         """Take in what has come, waiting so long for it, and answer what must be answered."""

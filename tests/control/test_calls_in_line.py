@@ -19,11 +19,13 @@ from kvd.control.access.calls_in_line import CALLS_AT_ONCE, MIN_REMEMBERED, Call
 from kvd.control.server import MAX_STREAMS
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import Caller
+from tests.control.raw_http2 import RawHttp2
 from tests.control.running_daemon import RunningDaemon
 from tests.ports import free_port
 
 STRANGER = 12345
 CONNECTIONS, AT_ONCE = 6, 20
+METHOD = "/kvd.v1.OperatorService/ListNamespaces"
 # Of another user, so that its calls are not counted as this process's. It says how many of them
 # were answered whenever it is asked.
 FLOOD = """
@@ -52,7 +54,7 @@ def running() -> Iterator[RunningDaemon]:
     running.flags["http-port"] = free_port()
     running.module = "tests.control.daemon_of_small_bounds"
     module = calls_in_line.__name__
-    bounds = {"CALLS_A_SECOND": 2, "CALLS_AT_ONCE": AT_ONCE}
+    bounds = {"CALLS_A_SECOND": 2, "CALLS_AT_ONCE": AT_ONCE, "GIVEN_UP_A_SECOND": 2}
     running.environment[VARIABLE] = " ".join(f"{module}:{k}={v}" for k, v in bounds.items())
     try:
         running.start()
@@ -86,6 +88,13 @@ def answered(process: subprocess.Popen[str]) -> int:
     return int(process.stdout.readline())
 
 
+def lined_up(running: RunningDaemon) -> float:
+    url = f"http://127.0.0.1:{running.flags['http-port']}/metrics"
+    page = urllib.request.urlopen(url, timeout=30).read().decode()
+    shown = next(line for line in page.splitlines() if line.startswith("kvd_calls_lined_up_t"))
+    return float(shown.split()[1])
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 def test_users_flood_waits_in_its_line_and_another_users_call_does_not(
     running: RunningDaemon,
@@ -96,11 +105,28 @@ def test_users_flood_waits_in_its_line_and_another_users_call_does_not(
         for _ in range(AT_ONCE // 2):
             assert caller.status().state
         assert done <= answered(process) < CONNECTIONS * MAX_STREAMS
-        url = f"http://127.0.0.1:{running.flags['http-port']}/metrics"
-        page = urllib.request.urlopen(url, timeout=30).read().decode()
-        shown = next(line for line in page.splitlines() if line.startswith("kvd_calls_lined_up_t"))
+        shown = lined_up(running)
         assert running.log.read_text().count(f"uid {STRANGER} sends more than 2 calls") == 1
-        assert float(shown.split()[1]) >= CONNECTIONS * MAX_STREAMS - AT_ONCE - done
+        assert shown >= CONNECTIONS * MAX_STREAMS - AT_ONCE - done
+
+
+def test_who_gives_calls_up_as_fast_as_he_makes_them_has_no_more_taken_up(
+    running: RunningDaemon,
+) -> None:
+    calls = 4000
+    with (
+        contextlib.closing(Caller(running.socket)) as caller,
+        contextlib.closing(RawHttp2(running.socket)) as hasty,
+    ):
+        began = time.monotonic()
+        for _ in range(calls):
+            hasty.give_up(hasty.begin(METHOD, caller.welcome.token))
+            hasty.read(0.0)
+        hasty.read(1.0)
+        assert not hasty.is_over
+        taken_up = AT_ONCE + MAX_STREAMS + 4 * (time.monotonic() - began)
+        assert lined_up(running) <= taken_up < calls
+    assert running.stop() == 0  # though some have yet to end
 
 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -185,3 +211,49 @@ async def test_a_late_loop_lets_few_go_at_a_time(monkeypatch: pytest.MonkeyPatch
     assert at_most <= calls_in_line._MOST_AT_A_LOOK
     await asyncio.gather(*tasks)
     assert went == sorted(went)
+
+
+async def give_up(line: CallsInLine, user: int, count: int) -> list[asyncio.Task[None]]:
+    while not line.must_wait(user):
+        pass
+    tasks = [asyncio.create_task(line.wait(user)) for _ in range(count)]
+    await asyncio.sleep(0)
+    for each in tasks:
+        each.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_calls_given_up_in_line_end_one_after_the_other_and_their_users_next_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_in_line, "GIVEN_UP_A_SECOND", 20)
+    line = CallsInLine()
+    began = time.monotonic()
+    tasks = await give_up(line, 1, 10)
+    assert not any(each.done() for each in tasks)
+    await asyncio.sleep(0.2)  # longer than who sent so much has to wait
+    assert line.must_wait(1)
+    assert not line.must_wait(2)
+    await asyncio.wait(tasks)
+    assert time.monotonic() - began >= 0.5
+    assert all(each.cancelled() for each in tasks)
+    assert not line._given_up
+
+
+async def test_more_given_up_calls_than_may_have_yet_to_end_end_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_in_line, "GIVEN_UP_A_SECOND", 0.01)
+    monkeypatch.setattr(calls_in_line, "MAX_GIVEN_UP", 4)
+    line = CallsInLine()
+    tasks = await give_up(line, 1, 10)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sum(each.done() for each in tasks) == 6
+    line.close()
+    await asyncio.wait_for(asyncio.wait(tasks), 30)
+    assert not line._given_up
+    assert all(each.cancelled() for each in await give_up(line, 2, 3) if each.done())
+    assert not line._given_up

@@ -4,6 +4,10 @@ gRPC hands the calls of a method over one at a time, in the order in which they 
 them; and each that is answered lets who sent it send the next. Were all taken up as they come, a
 user who keeps some hundred connections full would stand before everybody else's next call for as
 long as all of his take. A call that waits here has left gRPC's line, and stands in nobody's way.
+
+One that is given up while it waits would let who sent it send the next at once. So it ends only
+after a while, the longer the more of his do: until then its stream counts as one of its connection,
+which may have few, and gRPC itself refuses what is more.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ log = logging.getLogger(__name__)
 
 CALLS_A_SECOND = 1000  # of one user are taken up as they come, and of all who wait together
 CALLS_AT_ONCE = 128  # of one user, that come together, are taken up as they come
+GIVEN_UP_A_SECOND = 250  # of one user end, of those given up while they waited
+MAX_GIVEN_UP = 3584  # of one user, that have yet to end; more end at once
 LOG_SECONDS = 10.0  # between two lines of the log
 MIN_REMEMBERED = 64  # users whose calls are remembered until their time is over
 _MOST_AT_A_LOOK = 4  # calls let go together where the loop was late
@@ -28,23 +34,25 @@ class CallsInLine:
 
     As they come by the generic cell rate algorithm, a leaky bucket; a user who has a line waits
     behind it. The lines' oldest calls go on at an even pace, and users take turns. A call that is
-    given up while it waits is forgotten.
+    given up while it waits takes no turn.
     """
 
     def __init__(self) -> None:
         self._lines: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
         self._due_s: dict[Hashable, float] = {}  # when the time of a user's calls so far is over
         self._most_remembered = 2 * MIN_REMEMBERED
+        self._given_up: dict[Hashable, set[asyncio.Future[None]]] = {}  # that have yet to end
+        self._is_over = False
         self._looked_s = 0.0
         self._logged_s = -LOG_SECONDS
 
     def __len__(self) -> int:
         """Users whose calls are remembered or wait."""
-        return len(self._due_s.keys() | self._lines.keys())
+        return len(self._due_s.keys() | self._lines.keys() | self._given_up.keys())
 
     def must_wait(self, user: Hashable) -> bool:
         """Note a call that came now: whether it has to wait in its user's line."""
-        if user in self._lines:
+        if user in self._lines or user in self._given_up:
             return True
         now = time.monotonic()
         due = max(self._due_s.get(user, 0.0), now)
@@ -57,7 +65,10 @@ class CallsInLine:
         return False
 
     async def wait(self, user: Hashable) -> None:
-        """Wait behind the calls of this user that wait already, in turns with other users."""
+        """Wait behind the calls of this user that wait already, in turns with other users.
+
+        Where it is given up meanwhile, the cancellation comes on after a while.
+        """
         turn = asyncio.get_running_loop().create_future()
         if not self._lines:
             self._looked_s = time.monotonic()
@@ -65,7 +76,33 @@ class CallsInLine:
         if user not in self._lines:
             self._log(user)
         self._lines.setdefault(user, deque()).append(turn)
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            await self._end_slowly(user)
+            raise
+
+    async def _end_slowly(self, user: Hashable) -> None:
+        mine = self._given_up.setdefault(user, set())
+        end = asyncio.get_running_loop().create_future()
+        if self._is_over or len(mine) >= MAX_GIVEN_UP:
+            end.set_result(None)
+        mine.add(end)
+        timer = end.get_loop().call_later(len(mine) / GIVEN_UP_A_SECOND, _let_end, end)
+        try:
+            await end
+        finally:
+            timer.cancel()
+            mine.discard(end)
+            if not mine:
+                del self._given_up[user]
+
+    def close(self) -> None:
+        """Let all that were given up end now, and each that still will be."""
+        self._is_over = True
+        for each in self._given_up.values():
+            for end in each:
+                _let_end(end)
 
     def _log(self, user: Hashable) -> None:
         if time.monotonic() > self._logged_s + LOG_SECONDS:
@@ -99,3 +136,8 @@ class CallsInLine:
                     self._lines[user] = line  # behind the other users
                 return True
         return False
+
+
+def _let_end(end: asyncio.Future[None]) -> None:
+    if not end.done():
+        end.set_result(None)
