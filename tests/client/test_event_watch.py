@@ -10,7 +10,7 @@ import pytest
 from kvd_client import event_watch
 from kvd_client.event_watch import EventWatch, key_of
 from kvd_client.session import DaemonSession
-from kvd_client.tier_record import HOST, Key
+from kvd_client.tier_record import HOST, Key, News
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.client.content import block_hashes
 from tests.client.small_engine import SmallEngine
@@ -322,6 +322,34 @@ def test_so_many_blocks_are_known_to_be_stored_since_a_clear(
     stream.watch.announce([KEY])
     stream.now = event_watch.DOUBT_S
     assert removed_from_host(stream.watch) == []  # it may be there
+
+
+@pytest.mark.parametrize("end", [("CLEARED",), ("REMOVED", KEY)], ids=["cleared", "removed"])
+def test_a_block_that_is_stored_anew_is_told_again_however_late_the_stream_is(
+    stream: Stream, end: tuple[str, *tuple[Key, ...]]
+) -> None:
+    stream.watch.announce([KEY])
+    stream.tell("STORED", KEY)
+    assert stream.watch.announce([KEY]) == []  # it went meanwhile, and came again
+    stream.now = event_watch.DOUBT_S
+    stream.tell(*end)
+    assert removed_from_host(stream.watch) == [KEY]
+    stream.tell("STORED", KEY)
+    assert stream.watch.take() == [News(HOST, removed=False, keys=[KEY])]
+    assert stream.watch.announce([KEY]) == []
+    stream.now = 2 * event_watch.DOUBT_S
+    stream.tell("REMOVED", KEY)
+    assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_a_block_that_went_in_a_gap_just_before_it_was_announced_is_told(stream: Stream) -> None:
+    stream.watch.announce([KEY])  # since the call began
+    snapshot = events_pb2.WatchEventsResponse(snapshot=True, snapshot_end=True)
+    stream.watch._read([snapshot], stream.reading)
+    stream.watch.announce([OTHER])
+    assert removed_from_host(stream.watch) == []  # they may be of after
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == [KEY, OTHER]
 
 
 def test_what_went_is_told_before_what_is_announced(stream: Stream) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 import grpc
@@ -56,7 +56,8 @@ class EventWatch:
     `follow`, `announce`, `forget` and `take` come from one thread, the engine's; none of them
     waits for the daemon. A block may be said to be removed though it is there, when the stream
     was behind for longer than DOUBT_S or too many are announced; it is never the other way round
-    for longer than DOUBT_S or the stream is away. `with_tiers`: also which of them tiers hold, and
+    for longer than DOUBT_S or the stream is away. One that was said to be removed is said to be
+    stored again as soon as the stream says so. `with_tiers`: also which of them tiers hold, and
     that one which a tier brought up is in host memory again.
     """
 
@@ -76,8 +77,10 @@ class EventWatch:
         # Ordered: to take the oldest of many from a dict walks over all that were taken before it.
         self._tracked: OrderedDict[Key, float] = OrderedDict()
         self._cleared: OrderedDict[Key, float] = OrderedDict()  # likewise; to be looked through yet
-        self._gone: OrderedDict[Key, None] = OrderedDict()
-        self._since: set[Key] | None = None  # stored since the namespace was cleared; None: unknown
+        # Removed, so a copy that is announced late may be of before; and whether that was told.
+        self._gone: OrderedDict[Key, bool] = OrderedDict()
+        # Stored since the namespace was cleared, or by a snapshot and since; None: unknown.
+        self._since: set[Key] | None = None
         self._doubtful: dict[Key, float] = {}  # announced and removed, in which order is not known
         self._news = NewsList()
         self._tiers = TierRecord(self._news)
@@ -151,7 +154,7 @@ class EventWatch:
         return fresh
 
     def _went_with_all(self, key: Key) -> bool:
-        """Whether the namespace was cleared, and the block not stored since, as far as is known."""
+        """Whether a clear or a gap took it, and it isn't stored since, as far as is known."""
         return self._since is not None and key not in self._since
 
     def forget(self) -> None:
@@ -179,7 +182,7 @@ class EventWatch:
         overdue = [key for key, deadline in self._doubtful.items() if now >= deadline]
         for key in overdue:
             del self._doubtful[key]
-            self._news.add(HOST, key, removed=True)
+            self._tell_gone(key)
         return self._news.take()
 
     def close(self) -> None:
@@ -251,12 +254,15 @@ class EventWatch:
 
     def _read(self, call: Iterable[events_pb2.WatchEventsResponse], reading: Reading) -> None:
         """Take messages in. Returns to begin anew, where the stream has lost us."""
-        may_begin = True  # with a snapshot
+        may_begin, is_first = True, True  # may begin with a snapshot
         for response in call:
             if response.snapshot and not may_begin:
                 # What was announced before THIS snapshot isn't known: ask for another.
                 self._go_on_at(NOWHERE, reading)
                 return
+            if response.snapshot and is_first:
+                self._begin_snapshot(reading)
+            is_first = False
             may_begin = response.snapshot and not response.snapshot_end
             for event in response.events:
                 self._take_in(event, reading)
@@ -266,6 +272,15 @@ class EventWatch:
                     self._note([key], reading, partial(self._left, place))
             if not may_begin:
                 self._go_on_at((response.incarnation, response.sequence), reading)
+
+    def _begin_snapshot(self, reading: Reading) -> None:
+        """What is announced late may have gone before it, and then nothing tells of that."""
+        with self._lock:
+            if reading.turn == self._turn:
+                self._since = set()
+                newest = reversed(self._tracked)
+                late = list(takewhile(lambda key: key not in reading.announced, newest))
+                self._doubtful.update((key, self._tracked.pop(key)) for key in reversed(late))
 
     def _go_on_at(self, place: tuple[bytes, int], reading: Reading) -> None:
         with self._lock:
@@ -313,7 +328,6 @@ class EventWatch:
         self._cleared, self._tracked = self._tracked, OrderedDict()
         self._cleared.update(self._doubtful)
         self._doubtful = {}
-        self._gone.clear()
         self._since = set()
         self._tiers.lose_all()
 
@@ -327,7 +341,7 @@ class EventWatch:
                     if now < until:
                         self._doubtful[key] = until
                     else:
-                        self._news.add(HOST, key, removed=True)
+                        self._tell_gone(key)
                 is_more = self._tiers.let_go(KEYS_AT_ONCE) or bool(self._cleared)
 
     def _removed(self, keys: list[Key]) -> None:
@@ -337,20 +351,29 @@ class EventWatch:
             if until is not None and now < until:
                 self._doubtful[key] = until
             elif until is not None or self._doubtful.pop(key, None) is not None:
-                self._news.add(HOST, key, removed=True)
-            self._gone[key] = None  # and may be announced yet
-        while len(self._gone) > MAX_GONE:
+                self._tell_gone(key)
+            else:
+                self._note_gone(key, is_told=self._gone.get(key, False))
+
+    def _tell_gone(self, key: Key) -> None:
+        self._news.add(HOST, key, removed=True)
+        self._note_gone(key, is_told=True)
+
+    def _note_gone(self, key: Key, *, is_told: bool) -> None:
+        self._gone[key] = is_told
+        if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
 
     def _stored(self, keys: list[Key]) -> None:
         for key in keys:
-            self._gone.pop(key, None)
+            was_told_gone = self._gone.pop(key, False)
             until = self._doubtful.pop(key, None)
             if until is not None:
                 self._tracked[key] = until
-            elif key not in self._tracked and self._tiers.holds(key):
-                self._tracked[key] = self._clock()  # brought up
+            elif key not in self._tracked and (was_told_gone or self._tiers.holds(key)):
+                self._tracked[key] = self._clock()  # brought up, or the stream was late
                 self._news.add(HOST, key, removed=False)
+                self._tiers.announced(key)
         if self._since is not None:
             self._since.update(keys)
             if len(self._since) > MAX_GONE:
