@@ -254,6 +254,28 @@ def test_a_policy_for_the_engines_pod_is_refused(chart: helm.Chart) -> None:
         chart.validate_schema({"mode": "both"})
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"pool": {"hostPath": "/data/kvd"}}, r"pool\.hostPath .*goes with its pod"),
+        ({"pool": {"hugePages": {"size": "2Mi", "hostPath": "/h"}}}, r"pool\.hugePages\.hostPath "),
+        ({"runDirectory": "/srv/kvd"}, r"runDirectory .*go with their pod"),
+        ({"hostPID": True}, r"hostPID .*process namespace"),
+        ({"podSecurityContext": {"fsGroup": 7}}, r"set engine\.podSecurityContext"),
+        ({"updateStrategy": {"type": "OnDelete"}}, r"updateStrategy .*Deployment"),
+        ({"probes": {"startup": {"periodSeconds": 9}}}, r"probes\.startup .*need not wait"),
+        ({"probes": {"readiness": {"periodSeconds": 9}}}, r"probes\.readiness .*without its cache"),
+    ],
+)
+def test_what_would_be_ignored_in_a_sidecar_is_refused(
+    chart: helm.Chart, values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(helm.HelmError, match=f"{said}.*; leave it out"):
+        objects(chart, {**values, "mode": "sidecar"})
+    objects(chart, values)
+    objects(chart, {"mode": "sidecar", "probes": {"liveness": {"periodSeconds": 9}}})
+
+
 # -- an engine's pod ----------------------------------------------------------------------------
 
 

@@ -128,10 +128,32 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf $drain 5) -}}
 {{- fail (printf "terminationGracePeriodSeconds is %v, and the daemon drains for up to %v s (config.drain_seconds): it would be killed; give it 5 s more than that at least" .Values.terminationGracePeriodSeconds $drain) -}}
 {{- end -}}
+{{- include "kvd.refuseUnheeded" . -}}
 {{- include "kvd.refuseLabels" . -}}
 {{- include "kvd.refuseTiers" . -}}
 {{- include "kvd.refuseVolumes" . -}}
 {{- include "kvd.refuseSettings" . -}}
+{{- end -}}
+
+{{- /* What counts for the DaemonSet alone, where it is not as in values.yaml. */ -}}
+{{- define "kvd.refuseUnheeded" -}}
+{{- if eq .Values.mode "sidecar" -}}
+{{- $unheeded := list
+  (list "pool.hostPath" .Values.pool.hostPath "/var/lib/kvd/pool" "the pool goes with its pod")
+  (list "pool.hugePages.hostPath" .Values.pool.hugePages.hostPath "/dev/hugepages/kvd" "the pool goes with its pod")
+  (list "runDirectory" .Values.runDirectory "/run/kvd" "the sockets go with their pod")
+  (list "hostPID" .Values.hostPID false "the pod's containers share a process namespace of their own")
+  (list "podSecurityContext" .Values.podSecurityContext dict "the pod is the engine's: set engine.podSecurityContext")
+  (list "updateStrategy" .Values.updateStrategy (dict "type" "RollingUpdate" "rollingUpdate" (dict "maxUnavailable" 1)) "the engines' Deployment has the cluster's default")
+  (list "probes.startup" .Values.probes.startup (dict "periodSeconds" 2 "failureThreshold" 150) "an engine need not wait for its daemon")
+  (list "probes.readiness" .Values.probes.readiness (dict "periodSeconds" 5 "timeoutSeconds" 2 "failureThreshold" 2) "an engine is ready without its cache, too")
+-}}
+{{- range $unheeded -}}
+{{- if ne (toJson (index . 1)) (toJson (index . 2)) -}}
+{{- fail (printf "%s is for mode daemonset, and would be ignored in a sidecar: %s; leave it out" (index . 0) (index . 3)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* A key or a name twice, with which the daemon would not start, and a disk that is nowhere. */ -}}
