@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvd.control.access.peers import credentials_of
+from kvd.control.access.peers import Credentials, Peer, Role, credentials_of
 from kvd.linux.calls import SO_PEERPIDFD
 
 
@@ -50,3 +50,19 @@ def test_the_number_of_a_peer_that_has_ended_is_not_believed(
     connection.refusal = refusal
     found = credentials_of(connection)
     assert (found.uid, found.pidfd) == (os.getuid(), None)
+
+
+def test_processes_are_told_apart_without_their_pids_where_the_kernel_can() -> None:
+    def number_of(pid: int) -> int:
+        credentials = Credentials(0, 0, 0, os.pidfd_open(pid))
+        peer = Peer(credentials, Role.SCHEDULER, "vllm", lambda _message, _fds: None)
+        assert credentials.pidfd is not None
+        found = peer.process_number
+        os.close(credentials.pidfd)
+        return found
+
+    ours = number_of(os.getpid())
+    assert number_of(os.getpid()) == ours
+    assert (number_of(os.getppid()) == ours) is (ours == 0)
+    without = Credentials(0, 0, 0, None)
+    assert Peer(without, Role.TOOL, "kvd", lambda _message, _fds: None).process_number == 0

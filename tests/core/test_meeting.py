@@ -29,8 +29,8 @@ def layout(rank: int = 0, *, shard: int | None = None, writer: bool = True) -> R
     return RankLayout(2, placement, (GroupFigures(BLOCK, 1),) * 2)
 
 
-def side(session: SessionId = SESSION) -> m.SchedulerSide:
-    return m.SchedulerSide(session, SCHEDULER, SPEC, 2)
+def side(session: SessionId = SESSION, process: m.ClientProcess = SCHEDULER) -> m.SchedulerSide:
+    return m.SchedulerSide(session, process, SPEC, 2)
 
 
 def refusal(call: Callable[[], object]) -> tuple[type[KvdError], str, str]:
@@ -204,6 +204,22 @@ def test_an_earlier_stream_of_the_scheduler_ends_with_a_reason(
     assert meeting.check_scheduler(start, process, living) == [
         m.EndSession(SESSION, "a newer session of the same scheduler came")
     ]
+
+
+def test_processes_whose_pids_are_not_seen_are_told_apart_by_their_numbers(
+    meeting: m.Meeting, start: m.EngineStart
+) -> None:
+    first = m.ClientProcess("first", 0, "vllm", number=7)
+    meeting.join(start, side(process=first))
+    living = frozenset({"first"})
+    second = m.ClientProcess("second", 0, "vllm", number=8)
+    with pytest.raises(EngineAlreadyLives):
+        meeting.check_scheduler(start, second, living)
+    for number in (7, 0):  # connected anew, and perhaps so
+        same = m.ClientProcess("its next connection", 0, "vllm", number)
+        assert meeting.check_scheduler(start, same, living) == [
+            m.EndSession(SESSION, "a newer session of the same scheduler came")
+        ]
 
 
 def test_a_rank_of_a_live_process_is_refused_in_words(

@@ -85,6 +85,22 @@ def _ids_of(connection: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
+def _number_of(pidfd: int) -> int:
+    """The process behind it, by a number that no other has until the next boot.
+
+    0 before Linux 6.9, where all pidfds have the inode of whatever has none of its own.
+    """
+    try:
+        other = os.eventfd(0)
+    except OSError:
+        return 0
+    try:
+        nobodys, found = os.fstat(other), os.fstat(pidfd)
+    finally:
+        os.close(other)
+    return 0 if found.st_dev == nobodys.st_dev else found.st_ino
+
+
 def has_ended(pidfd: int) -> bool:
     """True when the process behind the pidfd has ended."""
     poll = select.poll()
@@ -174,6 +190,12 @@ class Peer:
     @property
     def pid(self) -> int:
         return self.credentials.pid
+
+    @property
+    def process_number(self) -> int:
+        """Tells processes apart where the pid is 0, too; 0 where the kernel can't."""
+        pidfd = self.credentials.pidfd
+        return _number_of(pidfd) if pidfd is not None and self._pidfd_open else 0
 
     @property
     def alive(self) -> bool:

@@ -54,7 +54,7 @@ def check_identity(identity: engine_pb2.EngineIdentity) -> None:
 
 def process_of(peer: Peer) -> ClientProcess:
     """The peer, as the core knows it."""
-    return ClientProcess(peer.token, peer.pid, peer.program)
+    return ClientProcess(peer.token, peer.pid, peer.program, peer.process_number)
 
 
 class Rendezvous:

@@ -38,8 +38,17 @@ class ClientProcess:
     """One process of an engine, by its connection."""
 
     token: str
-    pid: int
+    pid: int  # 0 where the daemon can't see its PID namespace
     program: str
+    number: int = 0  # another process has another one; 0: not known
+
+    def may_be(self, other: ClientProcess) -> bool:
+        """Whether both are one process, as far as is known."""
+        if self.token == other.token:
+            return True
+        if self.number and other.number:
+            return self.number == other.number
+        return self.pid == other.pid
 
 
 class RegistrationState(enum.Enum):
@@ -254,8 +263,7 @@ class Meeting:
         if held is None:
             return []
         other = held.process
-        is_other = other.token != process.token and other.pid != process.pid
-        if is_other and other.token in living:
+        if not other.may_be(process) and other.token in living:
             raise EngineAlreadyLives(
                 f"the live process {other.pid} is the scheduler of this engine start",
                 "identity.boot_nonce",
