@@ -402,6 +402,7 @@ def serve(config: Config, read: Callable[[], Config]) -> int:
     share_one_heap()
     gc.disable()  # what is read back is all kept: collections would visit it over and over
     floods = logs.start(config.log_level, config.log_format)
+    logs.tell_of_faults()
     _warn_of_variables()
     places = (config.socket.parent, config.pool_directory, config.extents_directory)
     made = MadeDirectories(filter(None, places))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -110,6 +111,10 @@ class PromptHandler(logging.StreamHandler[TextIO]):
         except (OSError, ValueError):  # it is no file
             return
 
+    def fileno(self) -> int | None:
+        """Where lines go; None: to no file."""
+        return self._fd
+
     def close(self) -> None:
         """Give back what is open beside the stream, by which lines go from now on."""
         super().close()
@@ -202,6 +207,16 @@ def start(level: str, form: str, stream: TextIO | None = None) -> Floods:
     root.addHandler(handler)
     set_level(level)
     return limits
+
+
+def tell_of_faults() -> None:
+    """From now on a fault of this process's memory says in the log, as Python does, in which line
+    it was: SIGBUS where a file that is mapped was cut short. The process ends by it all the same.
+    """
+    handlers = logging.getLogger().handlers
+    found = (handler.fileno() for handler in handlers if isinstance(handler, PromptHandler))
+    if (fd := next(found, None)) is not None:
+        faulthandler.enable(fd, all_threads=False)
 
 
 async def tell_what_was_left_out(limits: Floods) -> None:

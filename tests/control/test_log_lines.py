@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from io import StringIO
 from pathlib import Path
@@ -134,3 +138,36 @@ def test_a_terminal_that_stands_still_holds_nobody_up() -> None:
         saying.join()
         handler.close()
     assert not is_held_up
+
+
+CUT_SHORT = """
+import mmap, os, tempfile
+from kvd.observability import logs
+logs.start("info", "text")
+logs.tell_of_faults()
+with tempfile.TemporaryFile() as file:
+    os.truncate(file.fileno(), 1 << 20)
+    table = mmap.mmap(file.fileno(), 1 << 20)
+    os.truncate(file.fileno(), 0)
+    table[0]
+"""
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_file_that_was_cut_short_ends_the_process_with_its_line_in_the_log(is_full: bool) -> None:
+    reader, writer = os.pipe()
+    if is_full:
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+    script = [sys.executable, "-c", CUT_SHORT]
+    ended = subprocess.run(script, stderr=writer, check=False, timeout=60.0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as log:
+        said = log.read().decode()
+    assert ended.returncode == -signal.SIGBUS
+    if not is_full:
+        assert "Fatal Python error: Bus error" in said
+        assert 'File "<string>", line 10' in said
