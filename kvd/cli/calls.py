@@ -62,6 +62,11 @@ def said_plainly(place: str) -> Iterator[None]:
         raise Failure(
             f"this user may not open {place}.companion: be in the group that owns it, or root"
         ) from None
+    except TimeoutError:
+        raise Failure(
+            f"the daemon on {place} does not answer in time: it is stopped, hangs, or has too much"
+            " to do; see its log, or wait longer (--timeout)"
+        ) from None
     except (OSError, CompanionRefused) as error:
         if isinstance(error, OSError) and is_of_output(error):
             raise

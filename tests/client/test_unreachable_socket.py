@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,17 @@ except PermissionError as error:
 """
 
 
+@pytest.fixture
+def crowded(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """A socket whose queue of connections is full, and who listens there."""
+    path = str(tmp_path / "kvd.sock")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as neighbour:
+        listener.bind(f"{path}.companion")
+        listener.listen(0)
+        neighbour.connect(f"{path}.companion")
+        yield path, listener
+
+
 def problem(path: str) -> str:
     with pytest.raises(OSError, match=r"\[Errno") as raised:
         CompanionSocket(path, 1.0)
@@ -44,6 +57,26 @@ def test_a_socket_that_a_daemon_left_behind_is_told(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(f"{path}.companion")
     assert "[Errno 111] Connection refused; the daemon that made it is gone" in problem(path)
+
+
+def test_a_full_queue_of_connections_is_waited_for(crowded: tuple[str, socket.socket]) -> None:
+    """It failed at once, and the daemon only had many callers."""
+    path, listener = crowded
+
+    def accept() -> None:
+        listener.accept()[0].close()
+
+    accepting = threading.Timer(0.3, accept)
+    accepting.start()
+    CompanionSocket(path, 30.0).close()
+    accepting.join()
+
+
+def test_a_daemon_that_accepts_nobody_is_told(crowded: tuple[str, socket.socket]) -> None:
+    path, _ = crowded
+    with pytest.raises(TimeoutError, match="too many callers") as raised:
+        CompanionSocket(path, 0.1)
+    assert "stopped" in problem_of(raised.value, path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

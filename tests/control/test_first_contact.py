@@ -127,6 +127,22 @@ def test_status_explains_a_socket_that_it_may_not_open(
     assert "no daemon answers" not in said
 
 
+def test_a_daemon_that_stands_still_is_not_said_to_be_absent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvd import __main__
+
+    path = str(tmp_path / "kvd.sock")
+    with socket.socket(socket.AF_UNIX) as still:
+        still.bind(f"{path}.companion")
+        still.listen()
+        assert __main__.main(["status", "--socket", path, "--timeout", "0.1"]) == 1
+    said = capsys.readouterr().err
+    assert "does not answer in time" in said
+    assert "--timeout" in said
+    assert "no daemon answers" not in said
+
+
 def test_a_refused_status_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import array
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from kvd_proto.v1 import companion_pb2
 
 MAX_DESCRIPTORS = 8  # received and not taken yet; a message has four at most
 _LENGTH = struct.Struct("<I")
+_AGAIN_S = 0.01  # between tries while the daemon's queue of connections is full
 # What an engine's operator has most likely forgotten, for the line in its log.
 _FIXES: dict[type[OSError], str] = {
     PermissionError: (
@@ -28,6 +30,8 @@ _FIXES: dict[type[OSError], str] = {
     FileNotFoundError: "no daemon runs there, or its directory is not mounted here",
     ConnectionRefusedError: "the daemon that made it is gone",
 }
+
+_CROWDED = "the daemon is stopped, hangs, or has too many callers"
 
 
 class CompanionRefused(Exception):
@@ -49,13 +53,26 @@ class CompanionSocket:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.settimeout(timeout_s)
         try:
-            self._socket.connect(f"{socket_path}.companion")
+            self._connect(f"{socket_path}.companion", timeout_s)
         except OSError as error:
             self._socket.close()
             fix = _FIXES.get(type(error))
             if fix is None:
                 raise
             raise type(error)(error.errno, f"{error.strerror}; {fix}") from error
+
+    def _connect(self, path: str, timeout_s: float) -> None:
+        """Linux waits for no room in a full queue of connections, whatever the timeout: we do."""
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._socket.connect(path)
+            except BlockingIOError as error:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"timed out: {_CROWDED}") from error
+            else:
+                return
+            time.sleep(_AGAIN_S)
 
     def fileno(self) -> int:
         return self._socket.fileno()
