@@ -179,8 +179,17 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
             raise
         finally:
             if packed is not None:
-                packed.close()
+                _end(packed, given.file, trace)
     return trace
+
+
+def _end(packed: gzip.GzipFile, path: Path, trace: Trace) -> None:
+    try:
+        packed.close()
+    except OSError:
+        if not trace.requests:  # the next try may want the name
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _record(given: SimpleNamespace, trace: Trace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import io
 import json
@@ -250,6 +251,20 @@ def test_what_a_daemon_said_before_its_end_is_kept_and_told(
     assert ended.exit_code == EXIT_FAILED
     assert f"did not answer; {tmp_path / name} has the 1 requests that came" in ended.output
     assert len(read_trace(tmp_path / name)) == 1
+
+
+def test_a_packed_recording_that_a_full_disk_takes_nothing_of_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_packed: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvd.cli.record._record", lambda _given, _trace: None)
+    monkeypatch.setattr("kvd.cli.record.gzip.GzipFile.close", full)
+    ended = CliRunner().invoke(command, [str(tmp_path / "trace.gz")])
+    assert ended.exit_code == EXIT_FAILED
+    assert "No space left on device" in ended.output
+    assert not (tmp_path / "trace.gz").exists()
 
 
 def test_a_namespace_that_is_not_there_is_refused(running: RunningDaemon) -> None:
