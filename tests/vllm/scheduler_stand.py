@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm import SamplingParams
@@ -88,6 +88,8 @@ class StandOptions:
     longest: int = 16_384  # request
     asynchronous: bool = True
     model_seconds: float = 0.005
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    longest_chunk: int = 0  # of a prompt beside other requests; 0: no bound
 
 
 @dataclass
@@ -342,6 +344,8 @@ def _vllm_config(model: str, transfer: dict[str, Any], options: StandOptions) ->
         max_model_len=longest,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
+        policy=options.policy,
+        long_prefill_token_threshold=options.longest_chunk,
     )
     cache = CacheConfig(block_size=options.block_tokens, enable_prefix_caching=True)
     # vLLM resolves the layout with the attention backend, before it makes connectors.

@@ -60,6 +60,7 @@ from kvd_client.integrations.vllm.scheduling.lazy import (
 )
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+from kvd_client.integrations.vllm.scheduling.never_computed import NeverComputed
 from kvd_client.integrations.vllm.scheduling.one_group import DueRequests, OneGroupScheduler
 from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.scheduling.sessions import SpeculatedSessions
@@ -91,6 +92,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self._named_inputs = NamedInputs()
         self._sessions = SpeculatedSessions(vllm_config)
         self._beside = LoadsBeside(vllm_config)
+        self._never_computed = NeverComputed(vllm_config, self.config.tokens_per_hash)
         self._prompt_times = PromptTimes(time.monotonic)
         # Dense, as kvd wants them, and in the order in which a step names them.
         self._job_ids = itertools.count(1)
@@ -106,7 +108,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
             self._device = BlocksOnDevice(blocks_ahead(vllm_config, self.config))
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """VLLM's account of the device's blocks, for lazy mode."""
+        """VLLM's account of the device's blocks."""
+        self._never_computed.bind(pool)
         if self._device is not None:
             self._device.bind(pool)
 
@@ -263,6 +266,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
+        self._never_computed.step(scheduler_output, self._req_status)
         wrong = self._sessions.gone_wrong(scheduler_output, self._req_status)
         for status in chain(wrong, self._beside.doubtful(scheduler_output, self._req_status)):
             self.manager.end_stores(status.req_context)
