@@ -93,8 +93,9 @@ class JournalFormatter(logging.Formatter):
 class PromptHandler(logging.StreamHandler[TextIO]):
     """Writes lines, and waits for nobody who does not read them.
 
-    Else one pipe that is full would stop the daemon. A line for which there is no room is left out,
-    and the next one that is written says how many. The last words of a daemon wait for a moment.
+    Else one pipe that is full would stop the daemon. A line for which there is no room, there or on
+    a disk, is left out, and the next one that is written says how many. The last words of a daemon
+    wait for a moment.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -143,7 +144,7 @@ class PromptHandler(logging.StreamHandler[TextIO]):
         while written < len(lines):
             some = 0
             if self._room.poll(wait_s * 1e3):
-                with contextlib.suppress(BlockingIOError):  # of others who write there
+                with contextlib.suppress(OSError):  # a full disk, or others filled the pipe
                     some = os.write(fd, lines[written : written + PIECE_BYTES])
             if not some:
                 self._left_out += 1
@@ -169,7 +170,7 @@ def _own_way_to(fd: int) -> int | None:
 
 
 def _left_out(lines: int) -> logging.LogRecord:
-    message = f"{lines} lines were left out: nobody read the log"
+    message = f"{lines} lines were left out: nobody read the log, or its disk was full"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
 
 

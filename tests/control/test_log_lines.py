@@ -25,6 +25,7 @@ from kvd.observability.logs import (
 )
 from tests.control.daemon_rig import RawEngine, identity
 from tests.control.running_daemon import RunningDaemon, daemon
+from tests.small_tmpfs import small_tmpfs
 
 LEVELS = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
 
@@ -116,6 +117,27 @@ def test_a_log_that_nobody_reads_holds_nobody_up_and_tells_what_it_lacks() -> No
         assert rest[-1].endswith("read again")
         say("the next")
         assert "left out" not in reader.read().decode()
+
+
+def test_a_log_on_a_full_disk_tells_what_it_lacks(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "disk", 64 * 1024) as disk, (disk / "log").open("w") as stream:
+        handler = PromptHandler(stream)
+        handler.setFormatter(JsonFormatter())
+
+        def say(message: str) -> None:
+            handler.emit(logging.LogRecord("test", logging.INFO, "", 0, message, None, None))
+
+        (disk / "others").write_bytes(bytes(32 * 1024))
+        for number in range(100):  # the last that has room is cut
+            say(f"line {number} {'x' * 1000}")
+        (disk / "others").unlink()
+        say("room again")
+        *whole, cut, told, last = (disk / "log").read_text().splitlines()
+        assert len(whole) > 10
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(cut)
+        assert f"{100 - len(whole)} lines were left out" in json.loads(told)["message"]
+        assert json.loads(last)["message"] == "room again"
 
 
 def test_a_terminal_that_stands_still_holds_nobody_up() -> None:
