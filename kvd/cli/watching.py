@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -86,13 +88,38 @@ def watch(look: Callable[[], pb.StatusResponse], given: SimpleNamespace) -> int:
             else:
                 click.echo(line(now, since))
         return _status_of(now)
-    with Live(screen=True, auto_refresh=False, console=console) as live:
+    with _terminated_in_order(), Live(screen=True, auto_refresh=False, console=console) as live:
         for now, since in looks:
             if isinstance(now, Failure):
                 live.update(Text(printable(now.message)), refresh=True)
             else:
                 live.update(screen(now, since), refresh=True)
     return _status_of(now)
+
+
+class _Terminated(BaseException):
+    """By SIGTERM."""
+
+
+@contextlib.contextmanager
+def _terminated_in_order() -> Iterator[None]:
+    """SIGTERM ends the process once all in here is left: the terminal has its own screen again."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise _Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_DFL:  # somebody ignores it, or heeds it in a way of his own
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _status_of(last: Glance | Failure) -> int:

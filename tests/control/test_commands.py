@@ -48,12 +48,12 @@ def told(capsys: pytest.CaptureFixture[str], running: RunningDaemon, *words: str
 
 
 def on_terminal(
-    *words: str, typed: bytes = b"", after: str = "", **variables: str
+    *words: str, typed: bytes = b"", after: str = "", ends: bool = False, **variables: str
 ) -> tuple[int, str]:
     """How a command ends on a terminal of its own.
 
     `typed` is typed again and again once it has said `after`: of one Ctrl-C that comes just
-    before it reads, Python says nothing until the next key.
+    before it reads, Python says nothing until the next key. Where it `ends`, SIGTERM comes then.
     """
     pid, terminal = pty.fork()
     if pid == 0:
@@ -66,6 +66,8 @@ def on_terminal(
                 said += os.read(terminal, 65536).decode(errors="replace")
             elif after in said:
                 os.write(terminal, typed)
+                if ends:
+                    os.kill(pid, signal.SIGTERM)
     except OSError:  # EIO: it has ended
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
     finally:
@@ -295,6 +297,20 @@ def test_a_terminal_is_shown_what_it_can_show(
     command = ["status", "--watch", "--count", "1", *words, "--socket", stored.socket]
     status, said = on_terminal(*command, TERM=terminal)
     assert (status, shown in said) == (0, True), said
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "Ctrl-C"])
+def test_a_watch_that_is_ended_leaves_the_terminal_as_it_was(
+    stored: RunningDaemon, by: str
+) -> None:
+    command = ("status", "--watch", "--socket", stored.socket)
+    typed = b"" if by == "SIGTERM" else b"\x03"
+    status, said = on_terminal(
+        *command, typed=typed, after="\x1b[?1049h", ends=by == "SIGTERM", TERM="xterm"
+    )
+    assert status == (-signal.SIGTERM if by == "SIGTERM" else 130)
+    assert "\x1b[?1049l" in said
+    assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l")
 
 
 def test_ctrl_c_is_no_answer_to_a_question(stored: RunningDaemon) -> None:
