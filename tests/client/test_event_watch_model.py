@@ -94,9 +94,8 @@ class Listening(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """The engine says that all is gone, and announces nothing of before."""
+        """The engine says that all is gone. What ended before may be announced yet."""
         self.watch.forget()
-        self.finished.clear()
         self.told.clear()
         self.announced.clear()
 

@@ -158,10 +158,13 @@ class EventWatch:
         return self._since is not None and key not in self._since
 
     def forget(self) -> None:
-        """The engine has said of all that it is gone (it reset its cache)."""
+        """The engine has said of all that it is gone (it reset its cache).
+
+        What went before stays known: a store that had ended by then may be announced yet.
+        """
         with self._lock:
             self._news.clear()
-            self._clear()
+            self._clear_announced()
 
     def say_again(self) -> None:
         """Whoever listens has dropped all that was said, and it is still so: say it once more, some
@@ -206,11 +209,14 @@ class EventWatch:
         self._clear()
 
     def _clear(self) -> None:
+        self._clear_announced()
+        self._gone.clear()
+        self._since = None
+
+    def _clear_announced(self) -> None:
         self._tiers.clear()
         self._cleared.clear()
         self._tracked.clear()
-        self._gone.clear()
-        self._since = None
         self._doubtful.clear()
 
     # -- the stream's thread ----------------------------------------------------------------
