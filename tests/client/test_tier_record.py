@@ -104,11 +104,14 @@ def test_a_block_that_a_tier_brings_up_is_in_host_memory_again(hand: Hand) -> No
     assert hand.watch.announce([ONE, TWO]) == [TWO], "said already: not to be counted twice"
 
 
-def test_without_a_tier_a_removed_block_stays_removed(hand: Hand) -> None:
+def test_a_removed_block_is_told_again_when_somebody_stores_it(hand: Hand) -> None:
     hand.announce(ONE)
     hand.tell("REMOVED", HOST, ONE)
     hand.tell("STORED", HOST, ONE)
-    assert hand.watch.take() == [News(HOST, removed=True, keys=[ONE])]
+    hand.tell("STORED", HOST, TWO)
+    told = [News(HOST, removed=removed, keys=[ONE]) for removed in (True, False)]
+    assert hand.watch.take() == told, "of a block that was never announced nothing is said"
+    assert hand.watch.announce([ONE]) == [], "said already"
 
 
 def test_a_lost_tier_takes_its_own_blocks_along_and_no_others(hand: Hand) -> None:

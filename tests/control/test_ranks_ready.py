@@ -39,7 +39,13 @@ class Scheduler:
 
 def peer(token: str) -> Any:
     return SimpleNamespace(
-        token=token, pid=1, program="p", alive=True, registrations=set(), on_end=lambda _then: None
+        token=token,
+        pid=1,
+        process_number=1,
+        program="p",
+        alive=True,
+        registrations=set(),
+        on_end=lambda _then: None,
     )
 
 
