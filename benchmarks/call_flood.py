@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.hostile_client import HOSTILE, VICTIM, Spells, another, become, serve
+from benchmarks.hostile_client import HOSTILE, VICTIM, Spells, another, as_one_of, become, serve
 from benchmarks.rig import MIB, daemon
 from kvd.control.server import MAX_STREAMS
 from kvd_client.companion import CompanionSocket
@@ -149,17 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One user's flood of calls beside another's.")
     parser.add_argument("--quick", action="store_true", help="2 pairs: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON file (default: results/call_flood.json)")
-    parser.add_argument("--as-flood", nargs=2, metavar=("SOCKET", "COUNT"), help=argparse.SUPPRESS)
-    parser.add_argument("--as-victim", nargs=2, metavar=("SOCKET", "CALLS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_flood:
-        be_the_flood(options.as_flood[0], int(options.as_flood[1]))
+    options = as_one_of(parser, flood=be_the_flood, victim=be_the_victim)
+    if options is None:
         return
-    if options.as_victim:
-        be_the_victim(options.as_victim[0], int(options.as_victim[1]))
-        return
-    if os.getuid() != 0:
-        parser.error("it needs root, to be two other users")
     pairs, calls = (2, 100) if options.quick else (10, 400)
     results = []
     flags: dict[str, object] = {"socket-mode": "0666"}

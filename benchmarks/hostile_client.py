@@ -237,22 +237,34 @@ def measure(
     }
 
 
+def as_one_of(
+    parser: argparse.ArgumentParser, **roles: Callable[[str, int], None]
+) -> argparse.Namespace | None:
+    """The options; None where `--as-ROLE SOCKET NUMBER` told this process to be one, and it was.
+
+    Else it must be root, which alone can be two other users.
+    """
+    for role in roles:
+        parser.add_argument(f"--as-{role}", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for role, play in roles.items():
+        if given := getattr(options, f"as_{role}"):
+            path, number = given
+            play(path, int(number))
+            return None
+    if os.getuid() != 0:
+        parser.error("it needs root, to be two other users")
+    return options
+
+
 def main() -> None:
     """Measure, print, write the JSON."""
     parser = argparse.ArgumentParser(description="One hostile client at every bound at once.")
     parser.add_argument("--quick", action="store_true", help="3 pairs: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--as-hostile", nargs=2, metavar=("SOCKET", "PORT"), help=argparse.SUPPRESS)
-    parser.add_argument("--as-victim", nargs=2, metavar=("SOCKET", "CALLS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_hostile:
-        be_hostile(options.as_hostile[0], int(options.as_hostile[1]))
+    options = as_one_of(parser, hostile=be_hostile, victim=be_the_victim)
+    if options is None:
         return
-    if options.as_victim:
-        be_the_victim(options.as_victim[0], int(options.as_victim[1]))
-        return
-    if os.getuid() != 0:
-        parser.error("it needs root, to be two other users")
     pairs, calls = (3, 400) if options.quick else (10, 1000)
     port = free_port()
     flags: dict[str, object] = {"socket-mode": "0666"}
