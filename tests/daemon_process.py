@@ -10,9 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+from tests.forked_daemons import ForkedProcess, Forker
+
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
 logs: set[Path] = set()  # of all that was started
+forkers: dict[str, Forker] = {}  # of each Python that has run a daemon
 
 
 class DaemonProcess:
@@ -32,7 +35,7 @@ class DaemonProcess:
         self.module = "kvd"
         self.behind: tuple[str, ...] = ()  # a command that runs it, as on another host
         self.own_session = False  # as a service has one: Linux may share processors out by it
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -61,10 +64,15 @@ class DaemonProcess:
         }
         logs.add(self.log)
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+        words, environment = ["serve", *flags, *self.more_flags], os.environ | self.environment
+        forker = forkers.setdefault(self.python, Forker(self.python))
         with self.log.open("ab") as log:
+            if self.module == "kvd" and not self.behind and forker.can_fork(environment):
+                self._process = forker.start(words, environment, log, own_session=self.own_session)
+                return
             self._process = subprocess.Popen(
-                [*self.behind, self.python, "-m", self.module, "serve", *flags, *self.more_flags],
-                env=os.environ | self.environment,
+                [*self.behind, self.python, "-m", self.module, *words],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

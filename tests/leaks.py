@@ -25,6 +25,9 @@ OUR_DESCRIPTORS = re.compile(
     r"|.*\.kv( \(deleted\))?$)"
 )
 
+kept: set[int] = set()
+"""Processes that are to stay until this one ends."""
+
 
 @dataclass(frozen=True)
 class Left:
@@ -70,7 +73,7 @@ def wait_until_clean(
 
 
 def child_processes() -> set[str]:
-    """Every process below this one, zombies too, as `pid name`, and `zombie` where it is one."""
+    """Every process below this one, but for what is kept, as `pid name`, and `zombie` for one."""
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
     for folder in PROC.iterdir():
@@ -90,7 +93,7 @@ def child_processes() -> set[str]:
     while level:
         level = {pid for pid, parent in parents.items() if parent in level} - below
         below |= level
-    return {titles[pid] for pid in below}
+    return {titles[pid] for pid in below - kept}
 
 
 def descriptors() -> set[str]:

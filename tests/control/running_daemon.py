@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.daemon_process import DaemonProcess
+from tests.forked_daemons import ForkedProcess
 
 DEADLINE_S = 15.0
 
@@ -30,7 +31,7 @@ class RunningDaemon(DaemonProcess):
         self.environment = environment or {}
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | ForkedProcess:
         assert self._process is not None, "the daemon was never started"
         return self._process
 

@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,15 +99,12 @@ def test_namespace_that_finds_no_memory_is_refused_and_the_daemon_goes_on(
 
 
 @pytest.fixture
-def limited(own_scene: MakeScene, tmp_path: Path) -> Callable[[int], Scene]:
+def limited(own_scene: MakeScene) -> Callable[[int], Scene]:
     """Makes scenes whose daemon, not started yet, may have so many descriptors."""
 
     def make(limit: int) -> Scene:
-        python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\nulimit -n {limit}\nexec {sys.executable} "$@"\n')
-        python.chmod(0o755)
         scene = own_scene(starts=False)
-        scene.daemon.python = str(python)
+        scene.daemon.behind = ("sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh")
         return scene
 
     return make

@@ -1,0 +1,174 @@
+"""Daemons forked from a process that has all of kvd's modules: their import is most of a start.
+
+The tests start a thousand daemons. What is forked runs `python -m kvd serve` from its first line,
+with the arguments, variables and folder that it was given; only its imports have been done before.
+Each Python that runs daemons has one such process for a whole run of pytest, which ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+from tests import leaks
+
+MOST_BYTES = 1 << 17  # of an order: Linux takes up to 32 pages for one variable or argument
+MODULE = "kvd"  # what is imported beforehand, and runs
+# May differ between what forks and what is forked: nothing reads it.
+UNREAD = {"PYTEST_CURRENT_TEST"}
+# What a module reads as it is imported; `kvd serve` sets it before it imports gRPC.
+BEFORE_IMPORTS = {"GRPC_ENABLE_FORK_SUPPORT": "0", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class ForkedProcess:
+    """What tests use of a `subprocess.Popen`, for a process that is not this one's child."""
+
+    def __init__(self, pid: int, told: IO[bytes]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._told = told
+
+    def poll(self) -> int | None:
+        """Its exit status once it has ended, -N where signal N ended it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Likewise, once it has ended; `subprocess.TimeoutExpired` after so many seconds."""
+        if self.returncode is None:
+            if not select.select([self._told], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(MODULE, timeout or 0)
+            text = self._told.read()
+            assert text, f"what had forked {self.pid} is gone: how that ended isn't known"
+            self.returncode = int(text)
+            self._told.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Forker:
+    """The process that forks, started by a Python at its first order."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def can_fork(self, environment: dict[str, str]) -> bool:
+        """Whether a start with these variables would import the same modules in the same way."""
+        if self._process is None:
+            self._begin()
+        names = environment.keys() | self._environment.keys()
+        differ = {n for n in names if environment.get(n) != self._environment.get(n)}
+        return differ <= UNREAD
+
+    def start(
+        self,
+        words: list[str],
+        environment: dict[str, str],
+        output: IO[bytes],
+        *,
+        own_session: bool = False,
+    ) -> ForkedProcess:
+        """`python -m kvd` and these words, where `can_fork`; it writes to `output`."""
+        reads, writes = os.pipe()
+        told = os.fdopen(reads, "rb", buffering=0)
+        order = json.dumps([words, environment, str(Path.cwd()), own_session]).encode()
+        try:
+            socket.send_fds(self._orders, [order], [writes, output.fileno()])
+        finally:
+            os.close(writes)
+        return ForkedProcess(int(self._orders.recv(64)), told)
+
+    def _begin(self) -> None:
+        self._environment = dict(os.environ)
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [self._python, "-m", __name__, str(theirs.fileno())],
+                env=self._environment | BEFORE_IMPORTS,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        leaks.kept.add(self._process.pid)
+
+
+def serve(orders: socket.socket) -> tuple[bytes, int] | None:
+    """Fork at each order, and tell of each end, until nobody orders.
+
+    Returns in what was forked, too: its order, and the descriptor that it writes to.
+    """
+    with selectors.DefaultSelector() as waits:
+        waits.register(orders, selectors.EVENT_READ)
+        while True:
+            for key, _ in waits.select():
+                if key.fileobj is not orders:  # a child's end
+                    waits.unregister(key.fd)
+                    os.close(key.fd)
+                    _tell_end(*key.data)
+                    continue
+                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, 2)
+                if not order:
+                    return None
+                told, output = received
+                if (pid := os.fork()) == 0:
+                    orders.detach()
+                    return order, output
+                os.close(output)
+                waits.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
+                orders.send(str(pid).encode())
+
+
+def _tell_end(pid: int, told: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+    os.close(told)
+
+
+def become(order: bytes, output: int) -> None:
+    """Be what `python -m kvd` is at its first line, as the order says, and run to its end."""
+    words, environment, folder, own_session = json.loads(order)
+    if own_session:
+        os.setsid()
+    os.chdir(folder)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [MODULE, *words]
+    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    importlib.import_module("kvd.cli.serve")
+    if forked := serve(socket.socket(fileno=int(sys.argv[1]))):
+        become(*forked)
