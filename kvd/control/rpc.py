@@ -61,12 +61,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._user_of = user_of
         self._operates = operates
         self._line = CallsInLine()
+        self.on_wait: Callable[[], None] = lambda: None  # somebody sends more than is taken up
         self._intake = Intake()
         self._on_broken_invariant = on_broken_invariant
 
     def close(self) -> None:
         """Let each call that is given up from now on end at once."""
         self._line.close()
+
+    def has_shut_out(self, user: int) -> None:
+        """He can't connect any more for a while, and his connections of before are closed."""
+        for each in user, None:  # who connects without end need not say hello
+            self._line.connections_closed(each)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -120,6 +126,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         user = self._user_of(context)
         if self._line.must_wait(user):
             self._observer.lined_up()
+            self.on_wait()
             await self._line.wait(user)
         if user is None:
             raise no_peer()

@@ -204,7 +204,8 @@ class ControlServer:
         except OSError:
             bound.unlink()
             raise
-        self._door = Door(str(bound), self._operates)  # as the kernel knows it
+        self._door = Door(str(bound), self._operates, place.socket, self._interceptor.has_shut_out)
+        self._interceptor.on_wait = self._door.hurry
         self._files.append(SocketFile.of(place.socket))
 
     async def drain(self, deadline_s: float) -> int:

@@ -257,3 +257,18 @@ async def test_more_given_up_calls_than_may_have_yet_to_end_end_at_once(
     assert not line._given_up
     assert all(each.cancelled() for each in await give_up(line, 2, 3) if each.done())
     assert not line._given_up
+
+
+async def test_given_up_calls_of_closed_connections_end_sooner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls_in_line, "GIVEN_UP_A_SECOND", 0.001)
+    line = CallsInLine()
+    before = await give_up(line, 1, 10)
+    others = await give_up(line, 2, 1)
+    line.connections_closed(1)
+    after = await give_up(line, 1, 10)
+    await asyncio.wait_for(asyncio.wait(before + after), 30)
+    assert not any(each.done() for each in others)
+    line.close()
+    await asyncio.wait(others)

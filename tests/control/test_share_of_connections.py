@@ -225,6 +225,26 @@ async def test_very_few_wait_while_somebody_with_too_many_connects_again(
             pytest.fail("the queue stays short")
 
 
+async def test_door_looks_sooner_while_calls_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.control.access.door.LOOK_SECONDS", 3600.0)
+    looks: list[int] = []
+    door = Door(str(tmp_path / "grpc"), lambda _: False)
+    monkeypatch.setattr(door, "look", lambda: looks.append(1))
+    door.begin()
+    try:
+        door.hurry()
+        door.hurry()
+        for _ in range(200):
+            await asyncio.sleep(0.01)
+            if looks:
+                break
+        assert looks == [1]
+    finally:
+        door.close()
+
+
 def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:
     with daemon() as running:
 

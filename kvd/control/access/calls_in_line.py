@@ -24,6 +24,8 @@ CALLS_A_SECOND = 1000  # of one user are taken up as they come, and of all who w
 CALLS_AT_ONCE = 128  # of one user, that come together, are taken up as they come
 GIVEN_UP_A_SECOND = 250  # of one user end, of those given up while they waited
 MAX_GIVEN_UP = 3584  # of one user, that have yet to end; more end at once
+CLOSED_A_SECOND = 1000  # end, of one who closed their connections and can't connect
+CLOSED_SECONDS = 5.0  # for so long after that is known
 LOG_SECONDS = 10.0  # between two lines of the log
 MIN_REMEMBERED = 64  # users whose calls are remembered until their time is over
 _MOST_AT_A_LOOK = 4  # calls let go together where the loop was late
@@ -42,6 +44,7 @@ class CallsInLine:
         self._due_s: dict[Hashable, float] = {}  # when the time of a user's calls so far is over
         self._most_remembered = 2 * MIN_REMEMBERED
         self._given_up: dict[Hashable, set[asyncio.Future[None]]] = {}  # that have yet to end
+        self._closed_until_s: dict[Hashable, float] = {}
         self._is_over = False
         self._looked_s = 0.0
         self._logged_s = -LOG_SECONDS
@@ -88,7 +91,9 @@ class CallsInLine:
         if self._is_over or len(mine) >= MAX_GIVEN_UP:
             end.set_result(None)
         mine.add(end)
-        timer = end.get_loop().call_later(len(mine) / GIVEN_UP_A_SECOND, _let_end, end)
+        closed = time.monotonic() < self._closed_until_s.get(user, 0.0)
+        a_second = CLOSED_A_SECOND if closed else GIVEN_UP_A_SECOND
+        timer = end.get_loop().call_later(len(mine) / a_second, _let_end, end)
         try:
             await end
         finally:
@@ -96,6 +101,19 @@ class CallsInLine:
             mine.discard(end)
             if not mine:
                 del self._given_up[user]
+
+    def connections_closed(self, user: Hashable) -> None:
+        """This user closed the connections of many calls, and can't connect for a while.
+
+        They hold nobody back then, and only take memory. So what he gave up ends sooner, and for a
+        few seconds what he still gives up.
+        """
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        self._closed_until_s = {u: at for u, at in self._closed_until_s.items() if at > now}
+        self._closed_until_s[user] = now + CLOSED_SECONDS
+        for number, end in enumerate(self._given_up.get(user, ()), 1):
+            loop.call_later(number / CLOSED_A_SECOND, _let_end, end)
 
     def close(self) -> None:
         """Let all that were given up end now, and each that still will be."""

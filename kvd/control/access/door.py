@@ -6,7 +6,8 @@ and shuts down the newest of who has more than his share. gRPC takes that for th
 
 Connections that come in a burst are all accepted before gRPC serves anybody again, so few may
 wait at once: who connects faster than they are accepted waits in `connect`, or is told to. While
-somebody who has more than his share was shut out and connects again, very few may.
+somebody who has more than his share was shut out and connects again, very few may. Who closes his
+connections and makes others without end is kept out by the gate.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import os
 import socket
 import stat
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from kvd.control.access import descriptors
+from kvd.control.access.gate import Gate
 from kvd.control.access.peers import user_of
 from kvd.core.shares import Bound
 from kvd.linux.calls import SO_PASSRIGHTS
@@ -41,6 +44,7 @@ MAX_UNACCEPTED = 128  # connections
 MAX_UNACCEPTED_IN_A_FLOOD = 8  # each takes gRPC some 0.1 ms
 FLOOD_SECONDS = 5.0  # after connections were shut down
 LOOK_SECONDS = 0.25
+HURRY_SECONDS = 0.02  # after a look, while somebody sends more calls than are taken up
 TOGETHER = 4  # descriptors looked at, or connections shut down, between two pauses
 PAUSE_SECONDS = 0.0002  # else the event loop would wait for the interpreter at each of its steps
 LOG_SECONDS = 10.0  # who is shut out connects again at once
@@ -89,10 +93,20 @@ class Door:
     Lives on one event loop.
     """
 
-    def __init__(self, path: str, operates: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        path: str,
+        operates: Callable[[int], bool],
+        file: Path | None = None,
+        on_shut_out: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`path` is the socket's as the kernel knows it, `file` where it is now."""
         self._path = path
         self._operates = operates
+        self._on_shut_out = on_shut_out
         self.bound = bound_of_connections()
+        self._gate = Gate(file or Path(path), self.bound.each)
+        self._shut_out: list[int] = []  # at the last look
         self._users: dict[int, int | None] = {}  # by inode; None: no such connection
         self._seen: dict[int, int] = {}  # inode -> when it was first seen; they may wrap
         self._looks = 0
@@ -101,6 +115,7 @@ class Door:
         self._flood_ends_s = time.monotonic()
         self._listener: tuple[int, int] | None = None  # gRPC's: descriptor, inode
         self._timer: asyncio.TimerHandle | None = None
+        self._is_looking = False
 
     def begin(self) -> None:
         """Look from now on, until `close`."""
@@ -129,6 +144,15 @@ class Door:
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._tick)
 
+    def hurry(self) -> None:
+        """Look sooner: somebody sends more calls than can be taken up."""
+        if self._timer is None or self._is_looking:
+            return
+        loop = asyncio.get_running_loop()
+        if self._timer.when() > loop.time() + HURRY_SECONDS:
+            self._timer.cancel()
+            self._timer = loop.call_later(HURRY_SECONDS, self._tick)
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -137,8 +161,7 @@ class Door:
     def _tick(self) -> None:
         self._shorten_queue()
         held = count_own_descriptors()
-        if held <= self.bound.each or held == self._held:
-            self._held = held
+        if held == self._held and not self._gate.wants_a_look:
             self._look_later()
             return
         # On a thread: some thousands of descriptors take some ten milliseconds.
@@ -147,18 +170,28 @@ class Door:
         except RuntimeError:  # there are as many threads as there may be, now
             self._look_later()
             return
+        self._is_looking = True
         task.add_done_callback(self._looked)
 
     def _looked(self, task: asyncio.Future[int]) -> None:
+        self._is_looking = False
         if not task.cancelled() and task.exception() is not None:
             log.error("can't look at who is connected", exc_info=task.exception())
         self._held = count_own_descriptors()
+        shut_out, self._shut_out = self._shut_out, []
+        for user in shut_out:
+            self._on_shut_out(user)
         if self._timer is not None:
             self._look_later()
 
     def look(self) -> int:
         """Shut down what is too much; how many. On a thread: it pauses."""
-        gone = too_many(self.connections(), self.bound, self._operates)
+        connections = self.connections()
+        self._shut_out = self._gate.note(self._newcomers(connections))
+        for user in self._shut_out:
+            line = "uid %d connects again and again: it is kept out for a while"
+            log.warning(line, user, extra={"user": user})
+        gone = too_many(connections, self.bound, self._operates)
         if gone:  # they are back in a moment
             self._flood_ends_s = time.monotonic() + FLOOD_SECONDS
             self._shorten_queue()
@@ -192,6 +225,10 @@ class Door:
         self._users = users
         self._seen = {each.inode: seen.get(each.inode, self._looks) for each in found}
         return sorted(found, key=lambda each: (self._seen[each.inode], each.inode))
+
+    def _newcomers(self, connections: list[GrpcConnection]) -> Counter[int]:
+        """How many of each user's were not there at the look before."""
+        return Counter(e.user for e in connections if self._seen[e.inode] == self._looks)
 
     def _user_behind(self, fd: int) -> int | None:
         with _socket(fd) as connected:
