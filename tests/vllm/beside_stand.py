@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.vllm.engine import prompt
-from tests.vllm.other_loads import PREFIX, FailingLoads, OtherLoads
+from tests.vllm.other_loads import FETCHED_TOKENS, PREFIX, FailingLoads, OtherLoads
 from tests.vllm.scheduler_stand import Stand, StandOptions
 from tests.vllm.stand_process import stand_with_kvd
 
@@ -97,15 +97,34 @@ def found_after_a_failed_load(stand: MultiStand) -> dict[str, Any]:
     return {"failed": FailingLoads.has_failed, "found": found}
 
 
+def found_amid_computing(stand: MultiStand) -> dict[str, Any]:
+    """How many tokens another request with the same prompt finds on the device, of one that is
+    computed anew, chunk by chunk, as its load failed some steps ago."""
+    tokens = prompt("is computed", 112)
+    failing = stand.request(PREFIX, [*tokens, 1, 2, 3], 3)
+    stand.add(stand.request("decodes", prompt("decodes", 20), 40))  # else there are no chunks
+    stand.add(failing)
+    while not FailingLoads.has_failed or failing.num_computed_tokens >= FETCHED_TOKENS:
+        stand.step()
+    while failing.num_computed_tokens < 4 * OPTIONS.block_tokens:
+        stand.step()
+    computed = failing.num_computed_tokens
+    stand.add(stand.request("amid", [*tokens, 4], 1))
+    stand.drain()
+    return {"computed": computed, "found": stand.taken.cached_tokens["amid"]}
+
+
 def serve_failing(orders: Connection, socket: str, asynchronous: bool) -> None:
-    """Let the other connector fail within a step."""
-    options = replace(OPTIONS, num_blocks=64, asynchronous=asynchronous)
+    """Let the other connector fail within a step; "amid" asks for the other case."""
+    block = OPTIONS.block_tokens
+    options = replace(OPTIONS, num_blocks=64, asynchronous=asynchronous, longest_chunk=block)
     failing = OTHER | {"kv_connector": "FailingLoads"}
     make = partial(MultiStand, other=failing, options=options)
     named = {"weights_id": f"failing {asynchronous}", "offload_prompt_only": False}
     with stand_with_kvd(make, socket, **named) as (stand, _):
-        while orders.recv() is not None:
-            orders.send(found_after_a_failed_load(stand))
+        while (case := orders.recv()) is not None:
+            find = found_amid_computing if case == "amid" else found_after_a_failed_load
+            orders.send(find(stand))
 
 
 def serve(orders: Connection, socket: str, asynchronous: bool | None = None) -> None:

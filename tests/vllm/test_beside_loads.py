@@ -26,3 +26,13 @@ def test_what_another_connector_may_have_failed_to_load_is_not_stored(
         told = ask("fail")
         assert told["failed"]
         assert told["found"] == [0, 112]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_blocks_of_a_load_that_failed_are_not_found_before_they_are_computed(
+    fork_server: None, kvd: NodeDaemon, asynchronous: bool
+) -> None:
+    with stand_process("beside_stand", kvd.socket, asynchronous) as ask:
+        told = ask("amid")
+        assert told["computed"] < 96, "all of it was computed already"
+        assert told["found"] == 0

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
 )
 from vllm.v1.kv_offload.base import PrepareStoreOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvd_client.integrations.vllm.scheduling import one_group
@@ -272,7 +273,7 @@ def test_both_keep_the_same_books(
         ended = [job for job in sides[0]._jobs if drawn.draw.random() < 0.4]
         report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))
         for made in sides:
-            made.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
+            made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         assert books(sides[0]) == books(sides[1])
     assert stored > STEPS / 2, "the run stores something"
 
@@ -315,7 +316,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
         ended = [job for job in sides[0]._jobs if drawn.draw.random() < 0.2]
         report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))
         for made in sides:
-            made.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
+            made.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         assert books(sides[0]) == books(sides[1])
         if drawn.draw.random() < 0.02:
             for made in sides:

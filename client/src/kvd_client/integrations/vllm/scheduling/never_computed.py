@@ -1,8 +1,9 @@
-"""Blocks that vLLM named for a request and then took from it before any step computed them."""
+"""Blocks that vLLM named for a request although no step has computed them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
@@ -17,6 +18,9 @@ class NeverComputed:
     it may preempt a request that has its place in the step already, and leaves the names behind.
     Whoever finds such a block goes on from bytes of something else, and all that is computed
     behind it would be stored under the right hashes. A name taken back in vain costs a hit.
+
+    It leaves the names, too, where another connector's load failed within a step. All of that is
+    computed anew, but maybe only steps later, or never.
     """
 
     def __init__(self, vllm_config: VllmConfig, tokens_per_hash: int) -> None:
@@ -42,6 +46,18 @@ class NeverComputed:
         for req_id, scheduled in step.num_scheduled_tokens.items():
             if req_id in requests:
                 self._computed[req_id] = requests[req_id].req.num_computed_tokens + scheduled
+
+    def not_loaded(
+        self, engine_blocks: AbstractSet[int], requests: Mapping[str, RequestOffloadState]
+    ) -> None:
+        """Call once it is known that what a step should have loaded is not in these."""
+        if self._pool is None:
+            return
+        tables = (state.block_ids for each in requests.values() for state in each.group_states)
+        for table in tables:
+            lacking = (place for place, block in enumerate(table) if block in engine_blocks)
+            first = next(lacking, len(table))
+            self._pool.evict_blocks(set(table[first:]))  # what is behind them is no better
 
     def _take_back(self, pool: BlockPool, status: RequestOffloadState, computed: int) -> None:
         """Of drafts that were refused nothing stays computed, nor is it of the last token."""

@@ -509,6 +509,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
         if isinstance(meta, KvdWorkerMetadata):
             self._end_jobs(meta)
         super().update_connector_output(connector_output)
+        if connector_output.invalid_block_ids:  # another connector's: kvd names requests
+            self._never_computed.not_loaded(connector_output.invalid_block_ids, self._req_status)
         self._events_tracker.drop_unused(self.manager.forget_failures())
 
     def _end_jobs(self, meta: KvdWorkerMetadata) -> None:
