@@ -408,6 +408,22 @@ def test_one_that_was_idle_while_its_daemon_died_often_goes_on_with_its_next_cal
     memory.close()
 
 
+def test_of_requests_that_an_absent_daemon_never_heard_of_nothing_is_kept(
+    daemon: DaemonProcess,
+) -> None:
+    memory = Memory(daemon.socket, silent_after_s=PATIENCE_S)
+    try:
+        daemon.kill()
+        wait_until(lambda: not memory.batches.is_usable, "the daemon's end is seen")
+        for number in range(20):
+            request = f"prompt {number}"
+            assert memory.batches.store([BlockRun(0, 0, keys(950, 1), [0])], request) == [False]
+            memory.batches.end_request(request)
+        assert memory.batches._finished == []
+    finally:
+        memory.close()
+
+
 def test_any_number_of_questions_is_asked_a_few_at_a_time(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -407,11 +407,11 @@ class BlockBatches:
 
     def _store(self, runs: Sequence[BlockRun], request_id: str = "") -> list[bool]:
         def begin(drafts: list[JobDraft]) -> bool:
-            self._lasting.update([request_id] if request_id else [])
             for draft in drafts:
                 draft.request_level = True
             if not self._begin(StepDraft(stores=drafts), drafts):
-                return False
+                return False  # nobody has heard of the request, so nobody is told of its end
+            self._lasting.update([request_id] if request_id else [])
             self._worker.finish_step(StepPlan(stores=tuple(draft.job_id for draft in drafts)))
             return True
 
