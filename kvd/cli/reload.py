@@ -13,6 +13,7 @@ from kvd.control.notify import notify
 from kvd.control.server import ControlServer
 from kvd.core import events as ev
 from kvd.observability import logs
+from kvd.observability.floods import COUNTED
 from kvd.runtime.threads import NoThread, apart
 from kvd.runtime.turns import Pace
 
@@ -61,14 +62,17 @@ class Reloader:
     async def reload(self, control: ControlServer) -> None:
         """Bring the settings in force up to date. What can't be read changes nothing.
 
-        The log says what came of it, and `systemctl status`. Nobody waits for thousands of tenants:
-        they are read by a thread, quotas are set a few at a time, and sessions end one by one.
+        The log says what came of it, however often it is asked for, and `systemctl status`. Nobody
+        waits for thousands of tenants: they are read by a thread, quotas are set a few at a time,
+        and sessions end one by one.
         """
         before = self.config
         try:
             wanted = await self._wanted()
         except (ConfigError, NoThread) as error:
-            log.error("the settings were not reloaded, and nothing has changed: %s", error)  # noqa: TRY400
+            log.error(  # noqa: TRY400
+                "the settings were not reloaded, and nothing has changed: %s", error, extra=COUNTED
+            )
             self._tell_systemd("; the last reload changed nothing: the log says why")
             return
         changed = [name for name in _ALL if getattr(before, name) != getattr(wanted, name)]
@@ -78,17 +82,21 @@ class Reloader:
         await self._apply(before, control)
         if refused:
             log.warning(
-                "these settings need a restart and stay as they were: %s", ", ".join(refused)
+                "these settings need a restart and stay as they were: %s",
+                ", ".join(refused),
+                extra=COUNTED,
             )
         overruled = ", ".join(wanted.overruled)
         if overruled:
             log.warning(
                 "the file says otherwise of these, but what stands beside counts before it: %s",
                 overruled,
+                extra=COUNTED,
             )
         more = f"; need a restart: {', '.join(refused)}" if refused else ""
         self._tell_systemd(more + (f"; not by the file: {overruled}" if overruled else ""))
-        log.warning("the settings were reloaded; changed: %s", ", ".join(taken) or "nothing")
+        told = ", ".join(taken) or "nothing"
+        log.warning("the settings were reloaded; changed: %s", told, extra=COUNTED)
 
     async def _wanted(self) -> Config:
         """The settings as they are read now. Who asks a directory service for names may wait long.

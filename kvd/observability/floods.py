@@ -18,7 +18,8 @@ LINE_SECONDS = 10.0  # between the lines that pass after those
 MAX_KINDS = 256  # of lines and users; the users beyond them share one a kind of line
 MAX_LINE_CHARACTERS = 4096
 
-COUNTED = {"counted": True}  # `extra` of a line that says how many were left out
+# `extra` of a line that says how many were left out, or what came of an operator's act.
+COUNTED = {"counted": True}
 Kind = tuple[str, int, int | None]
 
 

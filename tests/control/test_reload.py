@@ -25,6 +25,7 @@ from kvd.control.sessions.session import SessionTerms
 from kvd.core.events import QuotaSet
 from kvd.runtime.turns import UNITS_AT_ONCE, FairQueue
 from kvd_proto.v1 import engine_pb2, events_pb2, operator_pb2
+from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (
     HASH_BYTES,
     Caller,
@@ -360,6 +361,20 @@ def test_many_reloads_at_once_and_one_before_the_daemon_serves_do_no_harm() -> N
         assert caller.status().state == "ready"
         caller.close()
         assert running.stop() == 0
+    finally:
+        running.remove()
+
+
+def test_however_often_settings_are_reloaded_the_last_outcome_is_told() -> None:
+    running = Configured("")
+    floods = "kvd.observability.floods"
+    running.environment = {VARIABLE: f"{floods}:LINES_AT_ONCE=2 {floods}:LINE_SECONDS=3600.0"}
+    running.module = "tests.control.daemon_of_small_bounds"
+    try:
+        running.start()
+        for seconds in range(1, 6):
+            assert "nothing has changed" in running.reload("nonsense = 1\n")
+            assert "drain_seconds" in running.reload(f"drain_seconds = {seconds}\n")
     finally:
         running.remove()
 
