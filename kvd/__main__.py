@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from kvd.cli.interrupts import ends_at_once
 from kvd.linux import signals, standard_streams
 
+if sys.argv[1:2] == ["serve"]:
+    signals.hold()  # until the daemon takes them, or `main` has ended
+
 with ends_at_once():
     import click
 

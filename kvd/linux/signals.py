@@ -31,14 +31,19 @@ IGNORED = (
 HELD = (signal.SIGHUP, signal.SIGUSR1, *IGNORED)
 
 
+def hold() -> None:
+    """A daemon begins: signals that don't ask for its end wait until `take_held`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+
+
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A daemon begins in here: signals that don't ask for its end wait until `take_held`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    """The same, and whatever comes of the start, none waits any longer after it."""
+    hold()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        take_held()
 
 
 def take_held() -> None:
