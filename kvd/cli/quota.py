@@ -39,7 +39,7 @@ def command(**flags: Any) -> int:
         show_json({"tenant": given.tenant, "quota_bytes": quota_bytes, "blocks_evicted": evicted})
     else:
         said = size(quota_bytes) if quota_bytes else "none"
-        click.echo(f"quota of {given.tenant}: {said}; {evicted} blocks evicted")
+        show_lines([f"quota of {given.tenant}: {said}; {evicted} blocks evicted"])
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvd.__main__ import main
 from kvd.cli.reload import CHANGEABLE, QUOTA_UNITS, Reloader
 from kvd.config import SETTINGS, Config, load
 from kvd.config.settings import MAX_CONFIG_BYTES
@@ -294,6 +295,14 @@ def test_a_reload_that_changes_nothing_keeps_what_an_operator_set(running: Confi
     said = running.reload(text)
     assert f"{DONE}; changed: nothing" in said
     assert "operator:" not in said
+
+
+def test_a_tenants_letters_turn_no_terminal_around_where_its_quota_is_set(
+    running: Configured, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running.reload('[tenants."t\\u202e"]\nuids = [4242]\n')
+    assert main(["quota", "t\u202e", "1MiB", "--socket", running.socket]) == 0
+    assert capsys.readouterr().out.startswith("quota of t\\u202e: 1.0 MiB")
 
 
 def test_a_tenant_that_the_file_names_no_more_has_no_quota(running: Configured) -> None:
