@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+_MNT_DETACH = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -19,13 +20,23 @@ def small_tmpfs(mount: Path, size: int, more: str = "") -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip("only root can mount a tmpfs")
     mount.mkdir()
-    options = f"size={size},mode=0700{more}".encode()
-    if _libc.mount(b"none", str(mount).encode(), b"tmpfs", 0, options) != 0:
+    if not mount_tmpfs(mount, size, more):
         pytest.skip(f"no tmpfs can be mounted: {os.strerror(ctypes.get_errno())}")
     try:
         yield mount
     finally:
-        assert _libc.umount2(str(mount).encode(), 0) == 0, "something still uses the tmpfs"
+        assert _libc.umount2(os.fsencode(mount), 0) == 0, "something still uses the tmpfs"
+
+
+def mount_tmpfs(mount: Path, size: int, more: str = "") -> bool:
+    """Mount an empty one there; whether that worked."""
+    options = f"size={size},mode=0700{more}".encode()
+    return bool(_libc.mount(b"none", os.fsencode(mount), b"tmpfs", 0, options) == 0)
+
+
+def detach(mount: Path) -> None:
+    """Unmount it, though somebody uses it (umount -l)."""
+    assert _libc.umount2(os.fsencode(mount), _MNT_DETACH) == 0, os.strerror(ctypes.get_errno())
 
 
 def fill(mount: Path, name: str = "a neighbour's") -> Path:

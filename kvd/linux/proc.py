@@ -69,8 +69,8 @@ def mapped_inodes(pid: int) -> frozenset[int]:
     found: set[int] = set()
     for thread in (PROC / str(pid) / "task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            text = (thread / "maps").read_text()
-            found.update(int(line.split(maxsplit=5)[4]) for line in text.splitlines())
+            lines = filter(None, _lines(thread / "maps"))
+            found.update(int(line.split(maxsplit=5)[4]) for line in lines)
     return frozenset(found)
 
 
@@ -80,13 +80,18 @@ def _stat(pid: int | str) -> list[str]:
     OSError where descriptors or memory are short: then nobody can say.
     """
     try:
-        stat = (PROC / str(pid) / "stat").read_text()
+        stat = os.fsdecode((PROC / str(pid) / "stat").read_bytes())
     except OSError as error:
         if error.errno in _SHORT:
             raise
         return []
     # The name in parentheses may hold anything, so count from its end.
     return stat.rpartition(")")[2].split()
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file with names in it that others chose: of any bytes but line ends."""
+    return os.fsdecode(path.read_bytes()).rstrip("\n").split("\n")
 
 
 # -- this process -----------------------------------------------------------------------------
@@ -181,9 +186,9 @@ def boot_id() -> str:
 
 def mounts(proc: Path = PROC) -> Iterator[Mount]:
     """Mounts that this process sees."""
-    for line in (proc / "self" / "mountinfo").read_text().splitlines():
+    for line in _lines(proc / "self" / "mountinfo"):
         left, _, right = line.partition(" - ")
-        fields, ending = left.split(), right.split()
+        fields, ending = left.split(" "), right.split(" ")
         yield Mount(fields[2], fields[3], fields[4], ending[0], ending[-1])
 
 
@@ -196,7 +201,7 @@ def mount_of(directory: Path) -> Mount | None:
 
 def may_have_huge_pages(address: int, proc: Path = PROC) -> bool:
     """Whether this process's memory there is of a file system that gives huge pages."""
-    for line in (proc / "self" / "maps").read_text().splitlines():
+    for line in _lines(proc / "self" / "maps"):
         extent, _, _, device, *_ = line.split()
         start, end = (int(bound, 16) for bound in extent.split("-"))
         if start <= address < end:
