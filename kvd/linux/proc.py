@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ class Mount:
     point: str
     fs_type: str
     options: str
+    number: int  # by which fdinfo names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,19 @@ def mounts(proc: Path = PROC) -> Iterator[Mount]:
     for line in _lines(proc / "self" / "mountinfo"):
         left, _, right = line.partition(" - ")
         fields, ending = left.split(" "), right.split(" ")
-        yield Mount(fields[2], fields[3], fields[4], ending[0], ending[-1])
+        yield Mount(fields[2], fields[3], fields[4], ending[0], ending[-1], int(fields[0]))
+
+
+def is_mounted(point: str) -> bool:
+    """Whether something is mounted there."""
+    return any(mount.point == point for mount in mounts())
+
+
+def mount_under(descriptor: int) -> Mount | None:
+    """The mount by which a file was opened; None where it is there no longer. OSError."""
+    text = (PROC / "self" / "fdinfo" / str(descriptor)).read_text()
+    found = re.search(r"^mnt_id:\s*(\d+)$", text, re.MULTILINE)
+    return next((m for m in mounts() if found and m.number == int(found[1])), None)
 
 
 def mount_of(directory: Path) -> Mount | None:

@@ -23,6 +23,7 @@ import numpy as np
 
 from kvd.core.keys import U64, RowId
 from kvd.linux import calls
+from kvd.linux.proc import is_mounted
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
 from kvd.processes.complaints import NO_MORE_PROCESSES, finds_no_thread, introduce, log_limited
 from kvd.processes.framing import BadFrame, FrameReader
@@ -43,6 +44,7 @@ from kvd.tiers.frames import (
     TierAnswer,
     TierConfig,
     TierFrame,
+    TierHello,
     TierRefusal,
     no_sums,
 )
@@ -50,6 +52,7 @@ from kvd.tiers.lanes import Lanes, Work
 from kvd.tiers.store import (
     Found,
     HasAPlace,
+    LiesBelowMounts,
     MapsMemory,
     OpenStore,
     Outcome,
@@ -382,6 +385,12 @@ def _checked(answers: Sequence[int], count: int, possible: Sequence[int]) -> U8:
 
 def open_store(config: TierConfig) -> TierStore | TierRefusal:
     """The store that the configuration names, or what to change in it."""
+    unmounted = [point for point in config.mounts if not is_mounted(point)]
+    if unmounted:
+        why = (
+            f"not mounted any more: {', '.join(unmounted)}; mount it, or restart kvd to do without"
+        )
+        return TierRefusal(TierReason.UNUSABLE, "options", why)
     module, _, name = config.store.partition(":")
     try:
         opener: OpenStore = getattr(importlib.import_module(module), name)
@@ -397,6 +406,10 @@ def open_store(config: TierConfig) -> TierStore | TierRefusal:
             return _no_threads()
         why = f"{config.store} can't be opened with these options: {error!r}"
         return TierRefusal(TierReason.UNUSABLE, "options", why)
+
+
+def _mounts_of(store: TierStore) -> tuple[str, ...]:
+    return tuple(store.mount_points()) if isinstance(store, LiesBelowMounts) else ()
 
 
 def _no_threads() -> TierRefusal:
@@ -422,5 +435,6 @@ def serve(control_fd: int, parent: int) -> None:
         os._exit(EXIT_BROKEN)  # beside the threads that there are
     gc.freeze()
     sys.setswitchinterval(0.0005)
-    control.send(TierFrame.HELLO, frames.pack_number(loop.left.are_named))
+    hello = TierHello(loop.left.are_named, _mounts_of(opened))
+    control.send(TierFrame.HELLO, frames.pack_hello(hello))
     loop.run()

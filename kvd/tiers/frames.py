@@ -113,11 +113,20 @@ class TierConfig:
     extents: ExtentFiles
     checksums: bool = False
     name: str = ""  # the operator's for it
+    mounts: tuple[str, ...] = ()  # points that the last process's store lay below
 
     @property
     def title(self) -> str:
         """What logs call it."""
         return f"tier {self.name or self.tier}"
+
+
+@dataclass(frozen=True, slots=True)
+class TierHello:
+    """A tier's word that it serves: whether its store names what leaves it, and where it lies."""
+
+    names_left: bool
+    mounts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +252,7 @@ def unpack_config(body: bytes) -> TierConfig:
         extents,
         checksums,
         str(fields["name"]),
+        tuple(fields["mounts"]),
     )
 
 
@@ -439,6 +449,19 @@ def unpack_left(body: bytes) -> TierLeft:
         if left < 0 or not 1 <= keys.hash_bytes <= MAX_HASH_BYTES:
             raise BadFrame(f"{len(keys)} keys of {keys.hash_bytes} bytes have left")
     return TierLeft(tuple(parts), bool(in_doubt), bool(more))
+
+
+def pack_hello(hello: TierHello) -> bytes:
+    return json.dumps(asdict(hello)).encode()
+
+
+def unpack_hello(body: bytes) -> TierHello:
+    """BadFrame for nonsense."""
+    try:
+        fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+        return TierHello(bool(fields["names_left"]), tuple(map(str, fields["mounts"])))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"no hello: {error!r}") from error
 
 
 def pack_refusal(refusal: TierRefusal) -> bytes:

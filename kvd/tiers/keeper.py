@@ -6,6 +6,7 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from kvd.core.keys import RowId, TierId
@@ -169,6 +170,7 @@ class TierKeeper:
         finally:
             slow.cancel()
             self._starting = 0
+        self._config = replace(self._config, mounts=process.mounts)
         began = asyncio.get_running_loop().time()  # how long it took to start does not count
         self._ended = asyncio.get_running_loop().create_future()
         self.process = process

@@ -148,6 +148,7 @@ class TierProcess(OwnedProcess):
     def __init__(self, config: TierConfig, sink: TierSink, bounds: QueueBounds) -> None:
         super().__init__()
         self.tier = config.tier
+        self.mounts: tuple[str, ...] = ()  # points that its store lies below
         self._wants_sums = config.checksums
         self.late_s = LATE_S
         self._sink = sink
@@ -304,7 +305,8 @@ class TierProcess(OwnedProcess):
         """One frame of the process."""
         match kind:
             case TierFrame.HELLO if not self._hello.done():
-                self._names_left = bool(frames.unpack_number(body))
+                hello = frames.unpack_hello(body)
+                self._names_left, self.mounts = hello.names_left, hello.mounts
                 self._hello.set_result(None)
             case TierFrame.REFUSED if not self._hello.done():
                 self._hello.set_exception(TierRefused(frames.unpack_refusal(body)))

@@ -283,6 +283,17 @@ class HasAPlace(Protocol):
         """
 
 
+@runtime_checkable
+class LiesBelowMounts(Protocol):
+    """What a store has besides where its blocks are in file systems that may be unmounted.
+
+    The next process begins only where all of these are mounted: else it would fill what is below.
+    """
+
+    def mount_points(self) -> Sequence[str]:
+        """Where these were mounted when it was opened, as mountinfo spells it. Never raises."""
+
+
 OptionValue = str | int | float | bool | list[str]
 TierOptions = Mapping[str, OptionValue]
 # Opens a store: what a module path of the configuration names, given its table of options. Raises

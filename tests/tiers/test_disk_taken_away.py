@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from kvd.tiers import keeper as module
 from kvd.tiers.disk.store import DiskStore
+from kvd.tiers.kinds import OPEN_DISK
 from kvd.tiers.process import TierProcess
 from kvd.tiers.store import HasAPlace, Outcome
+from tests.small_tmpfs import detach, mount_tmpfs, small_tmpfs
 from tests.tiers.contract import has, keep
 from tests.tiers.test_disk_contract import options_of
-from tests.tiers.tier_rig import TierRig, on_loop, placed, proc_text, soon, tier_rig
+from tests.tiers.test_keeper import SHORT_S, Heard, kept
+from tests.tiers.tier_rig import TierRig, on_loop, placed, proc_text, soon, tier_rig, until
 from tests.waiting import wait_until
 
 
@@ -70,6 +74,35 @@ def test_what_is_taken_away_is_named(tmp_path: Path, take_away: Callable[[Path],
     assert store.taken_away() == ""
     assert 0 < sum(has(store, n) for n in range(64)) < 64, "what the other disk has stays"
     store.close()
+
+
+@on_loop
+async def test_a_disk_that_was_unmounted_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies below it, mostly the system's own disk, is left alone."""
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", SHORT_S)
+    monkeypatch.setattr(module, "FIRST_WAIT_S", SHORT_S)
+    mount = tmp_path / "mount"
+    options: dict[str, str] = {
+        "directories": str(mount / "a disk"),
+        "directory_bytes": "1MiB",
+        "region_bytes": "64KiB",
+    }
+    heard = Heard()
+    with small_tmpfs(mount, 16 << 20):
+        async with tier_rig() as r, kept(r, heard, OPEN_DISK, **options) as keeper:
+            await until(lambda: len(heard.started) == 1)
+            detach(mount)
+            await until(lambda: heard.gone)
+            assert heard.gone == [f"{mount} was unmounted while {mount / 'a disk'} was used"]
+            await until(lambda: f"not mounted any more: {mount};" in keeper.problem)
+            launched = heard.launches
+            await until(lambda: heard.launches > launched + 1)
+            assert not list(mount.iterdir()), "the file system below was begun on"
+            assert mount_tmpfs(mount, 16 << 20)
+            await until(lambda: len(heard.started) == 2)
+            assert (mount / "a disk" / "slab").exists()
 
 
 def remove_the_index(directory: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from kvd.processes.mappings import ExtentFiles
 from kvd.tiers import keeper as module
 from kvd.tiers import process as process_module
 from kvd.tiers.keeper import KeeperStage, TierKeeper
+from kvd.tiers.kinds import OPEN_DISK
 from kvd.tiers.process import (
     OrderEnd,
     QueueBounds,
@@ -106,7 +108,10 @@ async def kept(
         heard.launches += 1
         return TierProcess.start(*about)
 
-    keeper = TierKeeper(r.config(store, **options), heard, heard, launch=launch)
+    config = r.config(store, **options)
+    if store == OPEN_DISK:
+        config = replace(config, options=options)
+    keeper = TierKeeper(config, heard, heard, launch=launch)
     try:
         yield keeper
     finally:
@@ -208,7 +213,7 @@ class Brief:
         if serves_s is None:
             raise TierStartError("not now")
         loop.call_later(serves_s, sink.tier_gone, config.tier, "ended")
-        return cast(TierProcess, SimpleNamespace(pid=1))
+        return cast(TierProcess, SimpleNamespace(pid=1, mounts=()))
 
 
 @pytest.mark.parametrize("starts_s", [0.0, 100.0])

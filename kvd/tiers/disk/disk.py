@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.keys import U32, U64, Slots
+from kvd.linux.proc import is_mounted
 from kvd.linux.standing import Standing
 from kvd.tiers.disk import warm
 from kvd.tiers.disk.files import DiskFiles
 from kvd.tiers.disk.index_file import GONE, ROW_WORDS, STAMP, IndexFile, check_of
 from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds, stride_of
 from kvd.tiers.disk.options import ALIGN, DiskOptions
-from kvd.tiers.disk.owner import owned
+from kvd.tiers.disk.owner import mount_point_of, owned
 from kvd.tiers.disk.rows import RowWriter
 from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
 from kvd.tiers.disk.slab import HEADER_BYTES, Slab
@@ -97,6 +98,7 @@ class Disk:
         except BaseException:
             os.close(self._owner)
             raise
+        self.mount_point = mount_point_of(self._owner)
         self._standing = Standing((directory, directory / "lock", directory / "slab"))
         self.seed = int.from_bytes(self.slab.identity[8:], "little")
         regions, size = self.slab.regions, options.region_bytes
@@ -416,10 +418,11 @@ class Disk:
             lost = self._standing.missing()
             if lost is None:
                 self._rows.keep_findable()
+                return ""
         except OSError:  # an ill disk has lost nothing yet
             return ""
-        if lost is None:
-            return ""
+        if self.mount_point and not is_mounted(self.mount_point):
+            return f"{self.mount_point} was unmounted while {self.directory} was used"
         return f"{lost.path} {lost.how} while it ran: its blocks are lost, and it begins anew"
 
     def close(self) -> None:

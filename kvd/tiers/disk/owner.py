@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 from pathlib import Path
 
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.linux.proc import mount_under
 from kvd.tiers.store import TierUnusable
 
 NOT_PLAIN = "directories: {} is no plain file, and the tier has one of that name: remove it"
@@ -41,3 +43,11 @@ def owned(directory: Path) -> int:
             os.close(fd)
             raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
     return fd
+
+
+def mount_point_of(owner: int) -> str:
+    """Where the file system of an owned directory is mounted; "" where the kernel doesn't tell."""
+    with contextlib.suppress(OSError):
+        found = mount_under(owner)
+        return found.point if found else ""
+    return ""

@@ -130,6 +130,11 @@ class DiskStore:
         """A disk's directory or file that was removed or replaced (`HasAPlace`)."""
         return next(filter(None, (disk.taken_away() for disk in self._disks)), "")
 
+    def mount_points(self) -> Sequence[str]:
+        """Those of its disks (`LiesBelowMounts`)."""
+        points = (disk.mount_point for disk in self._disks)
+        return tuple(dict.fromkeys(point for point in points if point))
+
     def close(self) -> None:
         with self._closing:
             if not self._is_closed:
