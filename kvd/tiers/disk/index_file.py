@@ -32,6 +32,7 @@ _ROWS_A_TIME = 8192
 REFUSED_S = 10.0  # for so long a start may find disks that refuse to read their index
 AGAIN_S = 0.5  # between two tries
 GONE = b""  # in place of a scope's name: it is deleted, and what it has is to be wiped
+_LOGS = ("-wal", "-shm", "-journal")
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
 CREATE TABLE IF NOT EXISTS scopes (id INTEGER PRIMARY KEY AUTOINCREMENT, scope BLOB);
@@ -100,6 +101,13 @@ class IndexFile:
         try:
             return self._read_patiently(until)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+            may_be_whole = self._path.is_file() and not self._log_in_the_way()
+            if may_be_whole and _is_no_file_to_be_had(error):
+                self.close()
+                raise TierUnusable(
+                    f"{self._path} can't be opened ({error}): see that its file system takes more"
+                    " files (df -i), and this process may open more"
+                ) from error
             log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
             try:
                 self.set_aside()
@@ -151,8 +159,13 @@ class IndexFile:
             self._path.unlink(missing_ok=True)
             raise
 
+    def _log_in_the_way(self) -> bool:
+        """Whether something that is no file has the name of one of SQLite's."""
+        logs = [self._path.with_name(self._path.name + suffix) for suffix in _LOGS]
+        return any(each.exists() and not each.is_file() for each in logs)
+
     def _remove_logs(self) -> None:
-        for suffix in ("-wal", "-shm", "-journal"):
+        for suffix in _LOGS:
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
     def set_aside(self) -> None:
@@ -209,6 +222,13 @@ class IndexFile:
         if highest >= _NUMBERS:
             raise ValueError(f"it says that {highest} scopes were numbered")
         return Known(right, scopes, lengths, highest + 1, there - len(right), False)
+
+
+def _is_no_file_to_be_had(error: Exception) -> bool:
+    """Whether SQLite could not open or make a file: that says nothing of what is in the index."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return False
+    return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_CANTOPEN
 
 
 def _numbered(found: Iterable[tuple[int, object]]) -> dict[int, bytes]:
