@@ -228,7 +228,7 @@ class Door:
 
     def _newcomers(self, connections: list[GrpcConnection]) -> Counter[int]:
         """How many of each user's were not there at the look before."""
-        return Counter(e.user for e in connections if self._seen[e.inode] == self._looks)
+        return Counter(e.user for e in connections if self._seen.get(e.inode) == self._looks)
 
     def _user_behind(self, fd: int) -> int | None:
         with _socket(fd) as connected:

@@ -55,6 +55,7 @@ class SimTier:
     pid: int = FIRST_PID
     is_alive: bool = True
     is_heard: bool = True  # its daemon lives
+    mounts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.rows: dict[RowId, int] = {}  # copies that use each extent are counted by `busy`
