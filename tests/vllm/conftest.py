@@ -18,15 +18,7 @@ from tests.vllm.node_daemon import NodeDaemon, with_kvd
 KV_BYTES = 64 << 20
 
 os.environ.update(ENVIRONMENT)  # before anything imports torch or vLLM, here or in a fork
-FORKS.set_forkserver_preload(  # what an engine imports on its way
-    [
-        "tests.vllm.engine_process",
-        "vllm.model_executor.models.gemma3",
-        "vllm.model_executor.models.llama",
-        "vllm.v1.executor.uniproc_executor",
-        "vllm.v1.worker.cpu_worker",
-    ]
-)
+FORKS.set_forkserver_preload(["tests.vllm.preloaded"])
 
 if TYPE_CHECKING:
     from tests.vllm.late_device import LateDevice
