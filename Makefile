@@ -15,8 +15,8 @@ PYTEST := $(BIN)/python -m pytest
 # Those with slow tests come first (tests/conftest.py). A worker that a hang ended is not replaced:
 # another one might wait for ever for its work.
 BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
-TESTS_BESIDE ?= 3
-VLLM_TESTS_BESIDE ?= 2
+TESTS_BESIDE ?= 4
+VLLM_TESTS_BESIDE ?= 3
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \

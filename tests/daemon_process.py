@@ -10,12 +10,12 @@ import sys
 import time
 from pathlib import Path
 
-from tests.forked_daemons import ForkedProcess, Forker
+from tests import forked_kvd
+from tests.forked_kvd import ForkedProcess
 
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
 logs: set[Path] = set()  # of all that was started
-forkers: dict[str, Forker] = {}  # of each Python that has run a daemon
 
 
 class DaemonProcess:
@@ -65,10 +65,16 @@ class DaemonProcess:
         logs.add(self.log)
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         words, environment = ["serve", *flags, *self.more_flags], os.environ | self.environment
-        forker = forkers.setdefault(self.python, Forker(self.python))
         with self.log.open("ab") as log:
-            if self.module == "kvd" and not self.behind and forker.can_fork(environment):
-                self._process = forker.start(words, environment, log, own_session=self.own_session)
+            if self.module == "kvd" and not self.behind:
+                self._process = forked_kvd.start(
+                    words,
+                    log,
+                    log,
+                    environment=environment,
+                    python=self.python,
+                    own_session=self.own_session,
+                )
                 return
             self._process = subprocess.Popen(
                 [*self.behind, self.python, "-m", self.module, *words],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -18,20 +17,10 @@ from kvd.cli.calls import said_plainly
 from kvd.config import settings
 from kvd.config.settings import ConfigError, socket_of, unknown_variables
 from kvd.control.http import HttpServer
+from tests.forked_kvd import run
 
 IPV6 = Path("/proc/net/if_inet6")
 HAS_IPV6 = IPV6.exists() and " lo\n" in IPV6.read_text()
-
-
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvd", *words],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def test_the_version_is_a_flag_too() -> None:

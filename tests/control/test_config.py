@@ -6,8 +6,6 @@ import grp
 import json
 import pwd
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from kvd.config.tenant_rule import TenantRule
 from kvd.config.values import memory_bytes, parse_size
 from kvd.core.keys import TenantId
 from kvd.pool.config import Checksums
+from tests.forked_kvd import run
 
 
 def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:
@@ -361,7 +360,6 @@ def test_a_gateway_says_in_its_logs_form_why_it_can_not_begin() -> None:
 
 def said_by(*words: str) -> str:
     """What a process says that can't begin. Its own: it sets up its log and its signals."""
-    command = [sys.executable, "-m", "kvd", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(*words)
     assert done.returncode == 2
     return done.stderr

@@ -36,6 +36,7 @@ from tests.control.daemon_rig import (
     refusal,
     store_job,
 )
+from tests.forked_kvd import run as kvd
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -75,11 +76,6 @@ def test_a_daemon_without_standard_streams_serves_and_stops(closed: str) -> None
 
 LIBRARY = native.library()
 COPIER = "numpy" if LIBRARY is None else f"native-{LIBRARY.level}"
-
-
-def kvd(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvd", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
 
 
 def get(path: str) -> tuple[int, str]:

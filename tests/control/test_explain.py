@@ -30,6 +30,7 @@ from tests.control.daemon_rig import (
     identity,
     namespace,
 )
+from tests.forked_kvd import run
 
 
 class Turns:
@@ -127,9 +128,8 @@ def test_a_step_that_is_sent_again_tells_once(running: RunningDaemon) -> None:
     engine.close()
 
 
-def run(running: RunningDaemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvd", "explain", "--socket", running.socket, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def asked(running: RunningDaemon, *words: str) -> subprocess.CompletedProcess[str]:
+    return run("explain", "--socket", running.socket, *words)
 
 
 def test_the_command_says_it_in_words_and_in_json(running: RunningDaemon) -> None:
@@ -137,16 +137,16 @@ def test_the_command_says_it_in_words_and_in_json(running: RunningDaemon) -> Non
         running.socket, identity=identity("words"), namespace=namespace(model="w")
     )
     engine.step(requests=[told("said"), told("found-all", None)], end_step=True)
-    shown = run(running, "said")
+    shown = asked(running, "said")
     assert shown.returncode == 0, shown.stderr
     assert "why: it was never stored since the daemon started, " in shown.stdout
-    (one,) = json.loads(run(running, "said", "--json").stdout)["requests"]
+    (one,) = json.loads(asked(running, "said", "--json").stdout)["requests"]
     assert one["missed"]["cause"] == "never_stored"
-    (whole,) = json.loads(run(running, "found-all", "--json").stdout)["requests"]
+    (whole,) = json.loads(asked(running, "found-all", "--json").stdout)["requests"]
     assert whole["missed"] is None
-    unknown = run(running, "nobody")
+    unknown = asked(running, "nobody")
     assert (unknown.returncode, "is remembered" in unknown.stderr) == (1, True)
-    listed = run(running)
+    listed = asked(running)
     assert "request said of engine words" in listed.stdout
     assert "found-all" not in listed.stdout
     engine.close()
@@ -181,12 +181,11 @@ def test_what_a_client_named_cannot_write_to_a_terminal_or_forge_a_line(
         running.socket, identity=identity("engine" + name), namespace=namespace(model="m" + name)
     )
     engine.step(requests=[told("names" + name)], end_step=True)
-    shown = run(running, "names")
+    shown = asked(running, "names")
     assert shown.returncode == 0, shown.stderr
     everything = [shown.stdout, running.log.read_text()]
     for words in (("status",), ("namespaces",), ("explain", "nobody" + name)):
-        command = [sys.executable, "-m", "kvd", *words, "--socket", running.socket]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ended = run(*words, "--socket", running.socket)
         everything.append(ended.stdout + ended.stderr)
     for text in everything:
         assert "forged" in text

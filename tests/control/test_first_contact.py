@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,14 +14,10 @@ from kvd.config import settings
 from kvd.config.values import gid_of, read_group
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
+from tests.forked_kvd import run as kvd
 from tests.ports import free_port
 
 SMALL = ["--pool-bytes", "8MiB", "--extent-bytes", "4MiB"]
-
-
-def kvd(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvd", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
 
 
 def refused(pool: Path, *flags: str) -> str:

@@ -42,6 +42,7 @@ from tests.control.daemon_rig import (
     namespace,
     refusal,
 )
+from tests.forked_kvd import run
 
 NAMESPACE = NamespaceId(1)
 
@@ -92,9 +93,8 @@ def test_a_run_is_recorded_and_replayed(running: RunningDaemon, tmp_path: Path, 
     assert (first.input_tokens, short.blocks.size) == (49, 0)
     assert hashes(1)[:8].hex() not in (tmp_path / name).read_bytes().hex()
     assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
-    replay = [sys.executable, "-m", "kvd", "replay", "--trace", str(tmp_path / name)]
-    replay += ["--policy", "lru", "--capacity-blocks", "8"]
-    said = subprocess.run(replay, capture_output=True, text=True, timeout=60, check=False)
+    replay = ["replay", "--trace", str(tmp_path / name), "--policy", "lru"]
+    said = run(*replay, "--capacity-blocks", "8")
     assert said.returncode == 0, said.stderr
     engine.close()
     other.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import pytest
 
 from kvd.linux.own_directory import MOST_LINKS, NotTrustedError, Wanted, require_own, require_place
 from tests.daemon_process import DaemonProcess
+from tests.forked_kvd import run
 
 STRANGER = 65534
-START_SECONDS = 60
 SMALL = ("--pool-bytes", "8MiB", "--extent-bytes", "1MiB", "--http-port", "0")
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -53,13 +51,7 @@ def everyones(shared_directory: Path) -> Path:
 def refused(socket: Path, pool: Path, *more: str | Path) -> str:
     """Why the daemon doesn't start."""
     flags = ("--socket", socket, "--pool-directory", pool, *SMALL, *more)
-    ended = subprocess.run(
-        [sys.executable, "-m", "kvd", "serve", *map(str, flags)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-    )
+    ended = run("serve", *map(str, flags))
     assert ended.returncode == 1, ended.stderr
     return ended.stderr.splitlines()[-1]
 

@@ -7,7 +7,6 @@ import json
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, RawEngine, block, refusal
 from tests.control.running_daemon import RunningDaemon
 from tests.faults.scene import links, target
+from tests.forked_kvd import run
 from tests.waiting import wait_until
 
 RECORD, HEADER, SUM = 128, 64, 8
@@ -238,8 +238,7 @@ def test_bytes_are_compared_only_where_that_is_asked_for(victim: Victim) -> None
 
 
 def command(victim: Victim, *flags: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "kvd", "verify", "--socket", victim.daemon.socket, *flags]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+    return run("verify", "--socket", victim.daemon.socket, *flags)
 
 
 def test_the_command_tells_a_whole_daemon_from_a_broken_one(victim: Victim) -> None:

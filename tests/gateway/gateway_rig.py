@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ import grpc
 import trustme
 
 from kvd_proto.v1 import operator_pb2_grpc
+from tests import forked_kvd
 from tests.waiting import wait_until
 
 STOP_SECONDS = 15.0
@@ -81,18 +81,11 @@ class GatewayProcess:
         self.own = authority.vouch("gateway", "localhost", "127.0.0.1")
         self.log = directory / "gateway.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kvd", "gateway", "--address", f"{host}:0"),
-                    *("--socket", socket, "--operators", operators),
-                    *("--certificate", str(self.own.certificate), "--key", str(self.own.key)),
-                    *("--authority", str(authority.file)),
-                ],
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            words = ["gateway", "--address", f"{host}:0"]
+            words += ["--socket", socket, "--operators", operators]
+            words += ["--certificate", str(self.own.certificate), "--key", str(self.own.key)]
+            words += ["--authority", str(authority.file)]
+            self.process = forked_kvd.start(words, log, log, environment=os.environ | environment)
         wait_until(lambda: LISTENS.search(self.said) is not None, "the gateway to listen")
         found = LISTENS.search(self.said)
         assert found

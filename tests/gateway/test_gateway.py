@@ -43,6 +43,7 @@ from kvd.linux.plain_file import MAX_PEM_BYTES
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 from tests.control.daemon_rig import RunningDaemon, daemon
+from tests.forked_kvd import run
 from tests.gateway.gateway_rig import Authority, GatewayProcess, Identity, channel_to
 from tests.waiting import wait_until
 
@@ -430,15 +431,10 @@ def test_status_of_a_remote_daemon_by_the_command(
 ) -> None:
     bob = authority.vouch("bob")
     files = ["--certificate", str(bob.certificate), "--key", str(bob.key)]
-    command = [sys.executable, "-m", "kvd", "status", "--json", "--remote", gateway.target]
-    done = subprocess.run(
-        [*command, *files, "--authority", str(authority.file)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ["status", "--json", "--remote", gateway.target, *files]
+    done = run(*command, "--authority", str(authority.file))
     assert json.loads(done.stdout)["process_id"] == running.pid
-    short = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
+    short = run(*command)
     assert (short.returncode, short.stdout) == (2, "")
     assert "--remote needs --authority FILE" in short.stderr
 
@@ -464,13 +460,7 @@ def test_a_caller_whom_tls_keeps_out_is_told_what_to_change(
     words = ["--server-name", "nobody"] if wrong == "name" else []
     words += ["--certificate", str(own.certificate), "--key", str(own.key)]
     words += ["--authority", str(trusted.file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvd", "status", "--remote", gateway.target, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run("status", "--remote", gateway.target, *words)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"kvd: the gateway on {gateway.target}: " in done.stderr
     assert flag in done.stderr
@@ -489,13 +479,7 @@ def test_a_callers_file_that_cant_be_used_is_named_and_nothing_else_said(
         wrong.write_text("hello")
     files = {"certificate": own.certificate, "key": own.key, "authority": authority.file}
     words = [f"--{flag}={path}" for flag, path in (files | {named: wrong}).items()]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvd", "status", "--remote", "127.0.0.1:1", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run("status", "--remote", "127.0.0.1:1", *words)
     assert done.returncode == 2
     assert f"--{named} {wrong}" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -33,6 +31,7 @@ from tests.control.daemon_rig import (
     store_job,
 )
 from tests.control.mover_rig import proc_text
+from tests.forked_kvd import run
 from tests.gpu.driver import Driver, Exporter
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -122,8 +121,9 @@ def only_fake(driver: Driver) -> None:
 
 
 def status(running: RunningDaemon, *more: str) -> str:
-    command = [sys.executable, "-m", "kvd", "status", "--socket", running.socket, *more]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    shown = run("status", "--socket", running.socket, *more)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
 
 
 def metric_lines(name: str) -> list[str]:

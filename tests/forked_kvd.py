@@ -1,8 +1,8 @@
-"""Daemons forked from a process that has all of kvd's modules: their import is most of a start.
+"""`python -m kvd`, forked from a process that has its modules: their import is most of a start.
 
-The tests start a thousand daemons. What is forked runs `python -m kvd serve` from its first line,
-with the arguments, variables and folder that it was given; only its imports have been done before.
-Each Python that runs daemons has one such process for a whole run of pytest, which ends with it.
+The tests start a thousand daemons, and hundreds of other commands. What is forked runs kvd from its
+first line, with the arguments, variables and folder that it was given; only its imports have been
+done before. Each Python has one such process for a whole run of pytest, which ends with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import selectors
@@ -18,13 +19,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import IO
 
 from tests import leaks
 
 MOST_BYTES = 1 << 17  # of an order: Linux takes up to 32 pages for one variable or argument
-MODULE = "kvd"  # what is imported beforehand, and runs
+MODULE = "kvd"  # what runs
+IMPORTED = "kvd.cli"  # beforehand, with all that is in it
+SECONDS = 60.0  # for a command that ends by itself
 # May differ between what forks and what is forked: nothing reads it.
 UNREAD = {"PYTEST_CURRENT_TEST"}
 # What a module reads as it is imported; `kvd serve` sets it before it imports gRPC.
@@ -93,15 +97,16 @@ class Forker:
         words: list[str],
         environment: dict[str, str],
         output: IO[bytes],
+        errors: IO[bytes],
         *,
         own_session: bool = False,
     ) -> ForkedProcess:
-        """`python -m kvd` and these words, where `can_fork`; it writes to `output`."""
+        """`python -m kvd` and these words, where `can_fork`; nothing is there for it to read."""
         reads, writes = os.pipe()
         told = os.fdopen(reads, "rb", buffering=0)
         order = json.dumps([words, environment, str(Path.cwd()), own_session]).encode()
         try:
-            socket.send_fds(self._orders, [order], [writes, output.fileno()])
+            socket.send_fds(self._orders, [order], [writes, output.fileno(), errors.fileno()])
         finally:
             os.close(writes)
         return ForkedProcess(int(self._orders.recv(64)), told)
@@ -119,10 +124,50 @@ class Forker:
         leaks.kept.add(self._process.pid)
 
 
-def serve(orders: socket.socket) -> tuple[bytes, int] | None:
+_forkers: dict[str, Forker] = {}  # by their Python
+
+
+def start(
+    words: list[str],
+    output: IO[bytes],
+    errors: IO[bytes],
+    *,
+    environment: dict[str, str],
+    python: str = sys.executable,
+    own_session: bool = False,
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """`python -m kvd` and these words: forked where that makes no difference, else started."""
+    forker = _forkers.setdefault(python, Forker(python))
+    if forker.can_fork(environment):
+        return forker.start(words, environment, output, errors, own_session=own_session)
+    return subprocess.Popen(
+        [python, "-m", MODULE, *words],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        start_new_session=own_session,
+    )
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Likewise, to its end, with these variables beside the others."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = start(list(words), output, errors, environment=os.environ | variables)
+        try:
+            status = process.wait(SECONDS)
+        finally:
+            process.kill()
+        for file in (output, errors):
+            file.seek(0)
+        out, said = output.read().decode(), errors.read().decode()
+        return subprocess.CompletedProcess([MODULE, *words], status, out, said)
+
+
+def serve(orders: socket.socket) -> tuple[bytes, list[int]] | None:
     """Fork at each order, and tell of each end, until nobody orders.
 
-    Returns in what was forked, too: its order, and the descriptor that it writes to.
+    Returns in what was forked, too: its order, and the two descriptors that it writes to.
     """
     with selectors.DefaultSelector() as waits:
         waits.register(orders, selectors.EVENT_READ)
@@ -133,14 +178,15 @@ def serve(orders: socket.socket) -> tuple[bytes, int] | None:
                     os.close(key.fd)
                     _tell_end(*key.data)
                     continue
-                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, 2)
+                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, 3)
                 if not order:
                     return None
-                told, output = received
+                told, *outputs = received
                 if (pid := os.fork()) == 0:
                     orders.detach()
-                    return order, output
-                os.close(output)
+                    return order, outputs
+                for output in outputs:
+                    os.close(output)
                 waits.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
                 orders.send(str(pid).encode())
 
@@ -152,14 +198,14 @@ def _tell_end(pid: int, told: int) -> None:
     os.close(told)
 
 
-def become(order: bytes, output: int) -> None:
+def become(order: bytes, outputs: list[int]) -> None:
     """Be what `python -m kvd` is at its first line, as the order says, and run to its end."""
     words, environment, folder, own_session = json.loads(order)
     if own_session:
         os.setsid()
     os.chdir(folder)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+    for target, source in enumerate((nothing, *outputs)):
         os.dup2(source, target)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
@@ -169,6 +215,8 @@ def become(order: bytes, output: int) -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("kvd.cli.serve")
+    room = importlib.import_module(IMPORTED)
+    for found in pkgutil.walk_packages(room.__path__, IMPORTED + "."):
+        importlib.import_module(found.name)
     if forked := serve(socket.socket(fileno=int(sys.argv[1]))):
         become(*forked)
