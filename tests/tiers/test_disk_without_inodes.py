@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,15 @@ def test_a_start_without_inodes_loses_no_index(
         store = DiskStore(options)
         assert all(has(store, n) for n in range(8))
         store.close()
+
+
+@pytest.mark.parametrize("files", [3, 4, 5])
+def test_a_first_start_without_inodes_says_what_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    monkeypatch.setattr(index_file, "REFUSED_S", 0.1)
+    with small_tmpfs(tmp_path / "mount", 32 << 20, f",nr_inodes={files}") as mount:
+        with pytest.raises(TierUnusable) as refused:
+            DiskStore(options_of(mount / "disk", regions=8))
+        assert re.search(r"df -i|No space left", str(refused.value))
+        assert "remove" not in str(refused.value)

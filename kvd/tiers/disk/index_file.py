@@ -33,6 +33,8 @@ REFUSED_S = 10.0  # for so long a start may find disks that refuse to read their
 AGAIN_S = 0.5  # between two tries
 GONE = b""  # in place of a scope's name: it is deleted, and what it has is to be wiped
 _LOGS = ("-wal", "-shm", "-journal")
+_MORE_FILES = "see that its file system takes more files (df -i), and this process may open more"
+_REMOVE = "remove it, and what begins with its name"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
 CREATE TABLE IF NOT EXISTS scopes (id INTEGER PRIMARY KEY AUTOINCREMENT, scope BLOB);
@@ -101,12 +103,10 @@ class IndexFile:
         try:
             return self._read_patiently(until)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
-            may_be_whole = self._path.is_file() and not self._log_in_the_way()
-            if may_be_whole and _is_no_file_to_be_had(error):
+            if self._path.is_file() and not self._in_the_way() and _is_no_file_to_be_had(error):
                 self.close()
                 raise TierUnusable(
-                    f"{self._path} can't be opened ({error}): see that its file system takes more"
-                    " files (df -i), and this process may open more"
+                    f"{self._path} can't be opened ({error}): {_MORE_FILES}"
                 ) from error
             log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
             try:
@@ -114,9 +114,10 @@ class IndexFile:
                 known = self._read()
             except (OSError, sqlite3.Error) as again:
                 self.close()
+                lacks_room = _is_no_file_to_be_had(again) and not self._in_the_way()
+                what = _MORE_FILES if lacks_room else _REMOVE
                 raise TierUnusable(
-                    f"directories: {self._path} can't be made ({again}): remove it, and what begins"
-                    " with its name"
+                    f"directories: {self._path} can't be made ({again}): {what}"
                 ) from again
             return replace(known, was_lost=was_there)
         except OSError as error:
@@ -159,10 +160,10 @@ class IndexFile:
             self._path.unlink(missing_ok=True)
             raise
 
-    def _log_in_the_way(self) -> bool:
+    def _in_the_way(self) -> bool:
         """Whether something that is no file has the name of one of SQLite's."""
-        logs = [self._path.with_name(self._path.name + suffix) for suffix in _LOGS]
-        return any(each.exists() and not each.is_file() for each in logs)
+        files = [self._path.with_name(self._path.name + suffix) for suffix in ("", *_LOGS)]
+        return any(each.exists() and not each.is_file() for each in files)
 
     def _remove_logs(self) -> None:
         for suffix in _LOGS:
