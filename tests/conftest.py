@@ -79,6 +79,16 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def own_environment() -> Iterator[None]:
+    """What a test, or what it runs in this process, changes in os.environ is changed back."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture
 def shared_directory() -> Iterator[Path]:
     """A fresh directory on the shared-memory file system, removed at the end."""
     path = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir=leaks.SHARED_MEMORY))

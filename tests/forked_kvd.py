@@ -2,7 +2,8 @@
 
 The tests start a thousand daemons, and hundreds of other commands. What is forked runs kvd from its
 first line, with the arguments, variables and folder that it was given; only its imports have been
-done before. Each Python has one such process for a whole run of pytest, which ends with it.
+done before. Such a process stays for a whole run of pytest, and ends with it. Each environment that
+is asked for a second time has one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests import leaks
 MOST_BYTES = 1 << 17  # of an order: Linux takes up to 32 pages for one variable or argument
 MODULE = "kvd"  # what runs
 IMPORTED = "kvd.cli"  # beforehand, with all that is in it
+MOST_FORKERS = 8  # 70 MiB each
 SECONDS = 60.0  # for a command that ends by itself
 # May differ between what forks and what is forked: nothing reads it.
 UNREAD = {"PYTEST_CURRENT_TEST"}
@@ -74,23 +76,18 @@ class ForkedProcess:
 
 
 class Forker:
-    """The process that forks, started by a Python at its first order."""
+    """The process that forks: a Python with kvd's modules, imported with these variables."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def can_fork(self, environment: dict[str, str]) -> bool:
-        """Whether a start with these variables would import the same modules in the same way."""
-        if self._process is None:
-            self._begin()
-        names = environment.keys() | self._environment.keys()
-        differ = {n for n in names if environment.get(n) != self._environment.get(n)}
-        return differ <= UNREAD
+    def __init__(self, python: str, environment: dict[str, str]) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [python, "-m", __name__, str(theirs.fileno())],
+                env=environment | BEFORE_IMPORTS,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        leaks.kept.add(self._process.pid)
 
     def start(
         self,
@@ -101,7 +98,7 @@ class Forker:
         *,
         own_session: bool = False,
     ) -> ForkedProcess:
-        """`python -m kvd` and these words, where `can_fork`; nothing is there for it to read."""
+        """`python -m kvd` and these words, with the same variables but for those nobody reads."""
         reads, writes = os.pipe()
         told = os.fdopen(reads, "rb", buffering=0)
         order = json.dumps([words, environment, str(Path.cwd()), own_session]).encode()
@@ -111,20 +108,20 @@ class Forker:
             os.close(writes)
         return ForkedProcess(int(self._orders.recv(64)), told)
 
-    def _begin(self) -> None:
-        self._environment = dict(os.environ)
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [self._python, "-m", __name__, str(theirs.fileno())],
-                env=self._environment | BEFORE_IMPORTS,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        leaks.kept.add(self._process.pid)
+
+_Kind = tuple[str, frozenset[tuple[str, str]]]  # its Python, and the variables that are read
+_forkers: dict[_Kind, Forker] = {}
+_asked: set[_Kind] = set()  # once or more often
 
 
-_forkers: dict[str, Forker] = {}  # by their Python
+def _forker_for(python: str, environment: dict[str, str]) -> Forker | None:
+    """Who has imported kvd with these variables. None: who asks for the first time does without."""
+    read = frozenset((name, environment[name]) for name in environment.keys() - UNREAD)
+    kind = (python, read)
+    if kind not in _forkers and kind in _asked and len(_forkers) < MOST_FORKERS:
+        _forkers[kind] = Forker(python, environment)
+    _asked.add(kind)
+    return _forkers.get(kind)
 
 
 def start(
@@ -137,8 +134,7 @@ def start(
     own_session: bool = False,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """`python -m kvd` and these words: forked where that makes no difference, else started."""
-    forker = _forkers.setdefault(python, Forker(python))
-    if forker.can_fork(environment):
+    if forker := _forker_for(python, environment):
         return forker.start(words, environment, output, errors, own_session=own_session)
     return subprocess.Popen(
         [python, "-m", MODULE, *words],

@@ -19,7 +19,7 @@ from examples.gpu.model import Model
 from examples.gpu.paged_kv import PagedKv
 from examples.gpu.shape import LLAMA_8B, TINY
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("own_environment")]
 CPU = torch.device("cpu")
 ONE = ["--device", "cpu", "--shape", "tiny", "--repeats", "1", "--prompts", "2048"]
 SMALL = ["--device", "cpu", "--shape", "tiny", "--repeats", "2", "--prompts", "64,320"]
