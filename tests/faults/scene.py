@@ -164,13 +164,17 @@ class Scene:
         status = self.status()
         busy = status.pool.slots_reserved + status.pool.slots_quarantined
         busy += sum(s.leases + s.jobs_in_flight for s in status.sessions)
-        targets = list(map(target, links(self.daemon.pid)))
-        # Index pages stay: they belong to namespaces, which outlive their engines. Who looks at
-        # connections has a folder of /proc and another descriptor of a socket for a moment.
-        others = [t for t in targets if not t.startswith("socket:") and not t.endswith("/fd")]
-        fds = sum("kvd-page" not in each for each in others)
-        fds += len({each for each in targets if each.startswith("socket:")})
+        # Index pages stay: they belong to namespaces, which outlive their engines.
+        fds = sum("kvd-page" not in target(link) for link in links(self.daemon.pid))
         return len(self.daemon.movers()), len(status.sessions), fds, busy
+
+    def lasting_figures(self) -> Clean:
+        """The same, without what the daemon has open for a moment, as to look who is connected."""
+        seen, now = None, self.figures()
+        while now != seen:
+            time.sleep(0.05)
+            seen, now = now, self.figures()
+        return now
 
     def who_maps(self, probe: Probe) -> list[str]:
         """Daemon processes that map the engine's memory or hold a descriptor of it."""

@@ -38,7 +38,7 @@ def scene(shared_scene: Scene, bystander: Probe) -> Iterator[Scene]:
 @pytest.fixture
 def before(scene: Scene, bystander: Probe) -> Clean:
     """What the daemon holds for the bystander alone."""
-    return scene.figures()
+    return scene.lasting_figures()
 
 
 @pytest.fixture
