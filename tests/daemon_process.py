@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tests import forked_kvd
-from tests.forked_kvd import ForkedProcess
+from tests import forked
+from tests.forked import ForkedProcess
 
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
@@ -67,10 +67,10 @@ class DaemonProcess:
         words, environment = ["serve", *flags, *self.more_flags], os.environ | self.environment
         with self.log.open("ab") as log:
             if self.module == "kvd" and not self.behind:
-                self._process = forked_kvd.start(
+                self._process = forked.start(
                     words,
-                    log,
-                    log,
+                    output=log,
+                    errors=log,
                     environment=environment,
                     python=self.python,
                     own_session=self.own_session,

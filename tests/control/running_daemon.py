@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.daemon_process import DaemonProcess
-from tests.forked_kvd import ForkedProcess
+from tests.forked import ForkedProcess
 
 DEADLINE_S = 15.0
 

@@ -17,7 +17,7 @@ from kvd.cli.calls import said_plainly
 from kvd.config import settings
 from kvd.config.settings import ConfigError, socket_of, unknown_variables
 from kvd.control.http import HttpServer
-from tests.forked_kvd import run
+from tests.forked import run
 
 IPV6 = Path("/proc/net/if_inet6")
 HAS_IPV6 = IPV6.exists() and " lo\n" in IPV6.read_text()

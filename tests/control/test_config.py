@@ -17,7 +17,7 @@ from kvd.config.tenant_rule import TenantRule
 from kvd.config.values import memory_bytes, parse_size
 from kvd.core.keys import TenantId
 from kvd.pool.config import Checksums
-from tests.forked_kvd import run
+from tests.forked import run
 
 
 def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:

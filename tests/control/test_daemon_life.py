@@ -36,7 +36,7 @@ from tests.control.daemon_rig import (
     refusal,
     store_job,
 )
-from tests.forked_kvd import run as kvd
+from tests.forked import run as kvd
 from tests.ports import free_port
 from tests.waiting import wait_until
 

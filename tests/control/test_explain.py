@@ -30,7 +30,7 @@ from tests.control.daemon_rig import (
     identity,
     namespace,
 )
-from tests.forked_kvd import run
+from tests.forked import run
 
 
 class Turns:

@@ -14,7 +14,7 @@ from kvd.config import settings
 from kvd.config.values import gid_of, read_group
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
-from tests.forked_kvd import run as kvd
+from tests.forked import run as kvd
 from tests.ports import free_port
 
 SMALL = ["--pool-bytes", "8MiB", "--extent-bytes", "4MiB"]

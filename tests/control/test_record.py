@@ -42,7 +42,7 @@ from tests.control.daemon_rig import (
     namespace,
     refusal,
 )
-from tests.forked_kvd import run
+from tests.forked import run
 
 NAMESPACE = NamespaceId(1)
 

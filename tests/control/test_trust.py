@@ -11,7 +11,7 @@ import pytest
 
 from kvd.linux.own_directory import MOST_LINKS, NotTrustedError, Wanted, require_own, require_place
 from tests.daemon_process import DaemonProcess
-from tests.forked_kvd import run
+from tests.forked import run
 
 STRANGER = 65534
 SMALL = ("--pool-bytes", "8MiB", "--extent-bytes", "1MiB", "--http-port", "0")

@@ -21,7 +21,7 @@ from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, RawEngine, block, refusal
 from tests.control.running_daemon import RunningDaemon
 from tests.faults.scene import links, target
-from tests.forked_kvd import run
+from tests.forked import run
 from tests.waiting import wait_until
 
 RECORD, HEADER, SUM = 128, 64, 8

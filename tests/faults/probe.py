@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -12,6 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import forked
+from tests.forked import ForkedProcess
+
+MODULE = "tests.faults.probe_engine"
 ANSWER_SECONDS = 120.0  # for many rounds on a busy machine
 ROOT = Path(__file__).parents[2]
 CLIENT = "unpacked-client"  # of another release's tree: its wheel, unpacked
@@ -39,12 +44,31 @@ class Probe:
         self.engine_id = engine_id
         self._log = log
         self._unread = b""
-        with log.open("ab") as stderr:
+        reads_orders, writes_orders = os.pipe()
+        reads_answers, writes_answers = os.pipe()
+        self._orders = os.fdopen(writes_orders, "wb")
+        self._answers = os.fdopen(reads_answers, "rb", buffering=0)
+        with (
+            log.open("ab") as errors,
+            os.fdopen(reads_orders, "rb") as given,
+            os.fdopen(writes_answers, "wb") as output,
+        ):
+            self._process: subprocess.Popen[bytes] | ForkedProcess
+            if root == ROOT:
+                self._process = forked.start(
+                    [json.dumps(settings)],
+                    given=given,
+                    output=output,
+                    errors=errors,
+                    environment=dict(os.environ),
+                    module=MODULE,
+                )
+                return
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.probe_engine", json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
+                [sys.executable, "-m", MODULE, json.dumps(settings)],
+                stdin=given,
+                stdout=output,
+                stderr=errors,
                 cwd=root,
                 env=os.environ | environment_of(root),
             )
@@ -54,19 +78,16 @@ class Probe:
         return self._process.pid
 
     def order(self, op: str, **fields: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
-        self._process.stdin.flush()
+        self._orders.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+        self._orders.flush()
 
     def has_answered(self, seconds: float) -> bool:
         """Whether there is something to be read of an answer, or of its end, within a time."""
-        assert self._process.stdout is not None
-        return bool(self._unread or select.select([self._process.stdout], [], [], seconds)[0])
+        return bool(self._unread or select.select([self._answers], [], [], seconds)[0])
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
         """The next answer; ProbeFailed where the order failed or none comes in time."""
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
+        fd = self._answers.fileno()
         deadline = time.monotonic() + seconds
         while b"\n" not in self._unread:
             readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
@@ -114,9 +135,9 @@ class Probe:
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait()
         ended = time.monotonic()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None and not pipe.closed:
-                pipe.close()
+        with contextlib.suppress(BrokenPipeError):  # an order that it did not read
+            self._orders.close()
+        self._answers.close()
         return ended
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import grpc
 import trustme
 
 from kvd_proto.v1 import operator_pb2_grpc
-from tests import forked_kvd
+from tests import forked
 from tests.waiting import wait_until
 
 STOP_SECONDS = 15.0
@@ -85,7 +85,9 @@ class GatewayProcess:
             words += ["--socket", socket, "--operators", operators]
             words += ["--certificate", str(self.own.certificate), "--key", str(self.own.key)]
             words += ["--authority", str(authority.file)]
-            self.process = forked_kvd.start(words, log, log, environment=os.environ | environment)
+            self.process = forked.start(
+                words, output=log, errors=log, environment=os.environ | environment
+            )
         wait_until(lambda: LISTENS.search(self.said) is not None, "the gateway to listen")
         found = LISTENS.search(self.said)
         assert found

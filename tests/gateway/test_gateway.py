@@ -43,7 +43,7 @@ from kvd.linux.plain_file import MAX_PEM_BYTES
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 from tests.control.daemon_rig import RunningDaemon, daemon
-from tests.forked_kvd import run
+from tests.forked import run
 from tests.gateway.gateway_rig import Authority, GatewayProcess, Identity, channel_to
 from tests.waiting import wait_until
 

@@ -31,7 +31,7 @@ from tests.control.daemon_rig import (
     store_job,
 )
 from tests.control.mover_rig import proc_text
-from tests.forked_kvd import run
+from tests.forked import run
 from tests.gpu.driver import Driver, Exporter
 from tests.ports import free_port
 from tests.waiting import wait_until

@@ -1,9 +1,9 @@
-"""`python -m kvd`, forked from a process that has its modules: their import is most of a start.
+"""Python processes, forked from one that has their modules: imports are most of a start.
 
-The tests start a thousand daemons, and hundreds of other commands. What is forked runs kvd from its
-first line, with the arguments, variables and folder that it was given; only its imports have been
-done before. Such a process stays for a whole run of pytest, and ends with it. Each environment that
-is asked for a second time has one.
+The tests start a thousand daemons, as many engines, and hundreds of other commands. What is forked
+runs its module from the first line, with the arguments, variables and folder that it was given;
+only its imports have been done before. What forks stays for a whole run of pytest, and ends with
+it. Each environment that is asked for a second time has one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from typing import IO
 
 from tests import leaks
 
+ROOT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 1 << 17  # of an order: Linux takes up to 32 pages for one variable or argument
-MODULE = "kvd"  # what runs
-IMPORTED = "kvd.cli"  # beforehand, with all that is in it
+KVD = "kvd"
+# What is imported beforehand, with all that is in it, for each module that may run.
+IMPORTED = {KVD: "kvd.cli", "tests.faults.probe_engine": "tests.client.small_engine"}
 MOST_FORKERS = 8  # 70 MiB each
 SECONDS = 60.0  # for a command that ends by itself
 # May differ between what forks and what is forked: nothing reads it.
@@ -55,7 +57,7 @@ class ForkedProcess:
         """Likewise, once it has ended; `subprocess.TimeoutExpired` after so many seconds."""
         if self.returncode is None:
             if not select.select([self._told], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(MODULE, timeout or 0)
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
             text = self._told.read()
             assert text, f"what had forked {self.pid} is gone: how that ended isn't known"
             self.returncode = int(text)
@@ -76,15 +78,16 @@ class ForkedProcess:
 
 
 class Forker:
-    """The process that forks: a Python with kvd's modules, imported with these variables."""
+    """The process that forks: a Python with a module's imports, done with these variables."""
 
-    def __init__(self, python: str, environment: dict[str, str]) -> None:
+    def __init__(self, python: str, module: str, environment: dict[str, str]) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-m", __name__, str(theirs.fileno())],
+                [python, "-m", __name__, str(theirs.fileno()), module],
                 env=environment | BEFORE_IMPORTS,
                 stdin=subprocess.DEVNULL,
+                cwd=ROOT,
                 pass_fds=(theirs.fileno(),),
             )
         leaks.kept.add(self._process.pid)
@@ -93,63 +96,71 @@ class Forker:
         self,
         words: list[str],
         environment: dict[str, str],
-        output: IO[bytes],
-        errors: IO[bytes],
+        streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
         *,
         own_session: bool = False,
     ) -> ForkedProcess:
-        """`python -m kvd` and these words, with the same variables but for those nobody reads."""
+        """The module and these words, with the same variables but for those that nobody reads."""
         reads, writes = os.pipe()
         told = os.fdopen(reads, "rb", buffering=0)
         order = json.dumps([words, environment, str(Path.cwd()), own_session]).encode()
         try:
-            socket.send_fds(self._orders, [order], [writes, output.fileno(), errors.fileno()])
+            given = [writes, *(stream.fileno() for stream in streams)]
+            socket.send_fds(self._orders, [order], given)
         finally:
             os.close(writes)
         return ForkedProcess(int(self._orders.recv(64)), told)
 
 
-_Kind = tuple[str, frozenset[tuple[str, str]]]  # its Python, and the variables that are read
+_Kind = tuple[str, str, frozenset[tuple[str, str]]]  # Python, module, variables that are read
 _forkers: dict[_Kind, Forker] = {}
 _asked: set[_Kind] = set()  # once or more often
 
 
-def _forker_for(python: str, environment: dict[str, str]) -> Forker | None:
-    """Who has imported kvd with these variables. None: who asks for the first time does without."""
+def _forker_for(python: str, module: str, environment: dict[str, str]) -> Forker | None:
+    """Who has done its imports with these variables. None: the first one does without."""
     read = frozenset((name, environment[name]) for name in environment.keys() - UNREAD)
-    kind = (python, read)
+    kind = (python, module, read)
     if kind not in _forkers and kind in _asked and len(_forkers) < MOST_FORKERS:
-        _forkers[kind] = Forker(python, environment)
+        _forkers[kind] = Forker(python, module, environment)
     _asked.add(kind)
     return _forkers.get(kind)
 
 
 def start(
     words: list[str],
+    *,
     output: IO[bytes],
     errors: IO[bytes],
-    *,
+    given: IO[bytes] | None = None,
     environment: dict[str, str],
     python: str = sys.executable,
+    module: str = KVD,
     own_session: bool = False,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """`python -m kvd` and these words: forked where that makes no difference, else started."""
-    if forker := _forker_for(python, environment):
-        return forker.start(words, environment, output, errors, own_session=own_session)
-    return subprocess.Popen(
-        [python, "-m", MODULE, *words],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        start_new_session=own_session,
-    )
+    """`python -m` and these words: forked where that makes no difference, else started.
+
+    `given` is what it reads; nothing without. The module is one of `IMPORTED`.
+    """
+    with Path(os.devnull).open("rb") as nothing:
+        streams = (given or nothing, output, errors)
+        if forker := _forker_for(python, module, environment):
+            return forker.start(words, environment, streams, own_session=own_session)
+        return subprocess.Popen(
+            [python, "-m", module, *words],
+            env=environment,
+            stdin=streams[0],
+            stdout=output,
+            stderr=errors,
+            start_new_session=own_session,
+        )
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Likewise, to its end, with these variables beside the others."""
+    """`python -m kvd` and these words, to its end, with these variables beside the others."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = start(list(words), output, errors, environment=os.environ | variables)
+        environment = os.environ | variables
+        process = start(list(words), output=output, errors=errors, environment=environment)
         try:
             status = process.wait(SECONDS)
         finally:
@@ -157,13 +168,13 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         for file in (output, errors):
             file.seek(0)
         out, said = output.read().decode(), errors.read().decode()
-        return subprocess.CompletedProcess([MODULE, *words], status, out, said)
+        return subprocess.CompletedProcess([KVD, *words], status, out, said)
 
 
 def serve(orders: socket.socket) -> tuple[bytes, list[int]] | None:
     """Fork at each order, and tell of each end, until nobody orders.
 
-    Returns in what was forked, too: its order, and the two descriptors that it writes to.
+    Returns in what was forked, too: its order, and its three standard streams.
     """
     with selectors.DefaultSelector() as waits:
         waits.register(orders, selectors.EVENT_READ)
@@ -174,15 +185,15 @@ def serve(orders: socket.socket) -> tuple[bytes, list[int]] | None:
                     os.close(key.fd)
                     _tell_end(*key.data)
                     continue
-                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, 3)
+                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, 4)
                 if not order:
                     return None
-                told, *outputs = received
+                told, *streams = received
                 if (pid := os.fork()) == 0:
                     orders.detach()
-                    return order, outputs
-                for output in outputs:
-                    os.close(output)
+                    return order, streams
+                for stream in streams:
+                    os.close(stream)
                 waits.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
                 orders.send(str(pid).encode())
 
@@ -194,25 +205,30 @@ def _tell_end(pid: int, told: int) -> None:
     os.close(told)
 
 
-def become(order: bytes, outputs: list[int]) -> None:
-    """Be what `python -m kvd` is at its first line, as the order says, and run to its end."""
+def become(module: str, order: bytes, streams: list[int]) -> None:
+    """Be what `python -m` is at the module's first line, as the order says, and run to its end."""
     words, environment, folder, own_session = json.loads(order)
     if own_session:
         os.setsid()
     os.chdir(folder)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in enumerate((nothing, *outputs)):
-        os.dup2(source, target)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [MODULE, *words]
-    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def do_imports(name: str) -> None:
+    """A module, or a package with all that is in it."""
+    room = importlib.import_module(name)
+    for found in pkgutil.walk_packages(getattr(room, "__path__", ()), name + "."):
+        importlib.import_module(found.name)
 
 
 if __name__ == "__main__":
-    room = importlib.import_module(IMPORTED)
-    for found in pkgutil.walk_packages(room.__path__, IMPORTED + "."):
-        importlib.import_module(found.name)
-    if forked := serve(socket.socket(fileno=int(sys.argv[1]))):
-        become(*forked)
+    descriptor, module = sys.argv[1:]
+    do_imports(IMPORTED[module])
+    if forked := serve(socket.socket(fileno=int(descriptor))):
+        become(module, *forked)
