@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim sim-vllm planted mutants fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
-  gpu-check cluster-up cluster-down release clean
+  gpu-check cluster-up cluster-down release clean collected
 
 # Where bytecode is not to be written, each of the thousands of processes that tests start would
 # compile all of kvd anew: half of its start.
@@ -35,8 +35,11 @@ demo-gpu: ## Time to first token on a GPU, computed and loaded (ARGS='--device c
 
 test: ## Lint, types, and every test that needs no GPU and no vLLM
 	@.ci/venv dev demo tiers
-	@$(MAKE) --no-print-directory -j2 --output-sync=target lint type
+	@$(MAKE) --no-print-directory -j2 --output-sync=target type lint collected
 	@$(PYTEST) $(BESIDE) $(TESTS_BESIDE) $(ARGS)
+
+collected: # else each of pytest's processes rewrites the asserts of all tests
+	@$(PYTEST) --collect-only -q >/dev/null 2>&1 || true
 
 test-vllm: ## Tests with real vLLM engines on the CPU (in .venv-vllm, 1.9 GB)
 	@.ci/venv
