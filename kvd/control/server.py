@@ -204,9 +204,10 @@ class ControlServer:
         except OSError:
             bound.unlink()
             raise
-        self._door = Door(str(bound), self._operates, place.socket, self._interceptor.has_shut_out)
+        file = SocketFile.of(place.socket)
+        self._files.append(file)
+        self._door = Door(str(bound), self._operates, file, self._interceptor.has_shut_out)
         self._interceptor.on_wait = self._door.hurry
-        self._files.append(SocketFile.of(place.socket))
 
     async def drain(self, deadline_s: float) -> int:
         """No new session or store from now on; waits for the copies under way.

@@ -18,6 +18,7 @@ from kvd.control.access.gate import (
     SHUT_OUT_SECONDS,
     Gate,
 )
+from kvd.control.sockets import SocketFile
 from kvd.linux import acl
 from tests.control.running_daemon import RunningDaemon
 
@@ -99,7 +100,7 @@ def test_who_connects_again_and_again_is_kept_out_for_a_while_and_nobody_else(fi
 
 
 def test_all_clients_of_a_user_may_come_at_once_and_few_more(file: Path, now: list[float]) -> None:
-    some = Gate(file, AT_ONCE)
+    some = Gate(SocketFile.of(file), AT_ONCE)
     assert some.note({1: AT_ONCE, 2: AT_ONCE}) == []
     now[0] += 2 / NEW_A_SECOND
     assert some.note({1: 2, 2: 3}) == [2]
@@ -112,7 +113,7 @@ def test_all_clients_of_a_user_may_come_at_once_and_few_more(file: Path, now: li
 def test_who_goes_on_is_kept_out_for_longer_and_is_forgotten_in_the_end(
     file: Path, now: list[float]
 ) -> None:
-    some = Gate(file, AT_ONCE)
+    some = Gate(SocketFile.of(file), AT_ONCE)
     seconds = SHUT_OUT_SECONDS
     for _ in range(6):
         assert some.note({1: 2 * AT_ONCE}) == [1]
@@ -129,7 +130,7 @@ def test_who_goes_on_is_kept_out_for_longer_and_is_forgotten_in_the_end(
 
 
 def test_no_more_users_are_kept_out_than_a_list_may_name(file: Path, now: list[float]) -> None:
-    some = Gate(file, AT_ONCE)
+    some = Gate(SocketFile.of(file), AT_ONCE)
     some.note(dict.fromkeys(range(1, 2 * MAX_SHUT_OUT), AT_ONCE + 1))
     assert len(os.getxattr(file, "system.posix_acl_access")) == 4 + 8 * (MAX_SHUT_OUT + 4)
 
@@ -137,7 +138,28 @@ def test_no_more_users_are_kept_out_than_a_list_may_name(file: Path, now: list[f
 def test_list_of_somebody_else_stays(file: Path, now: list[float]) -> None:
     acl.keep_out(file, [7])
     before = os.getxattr(file, "system.posix_acl_access")
-    some = Gate(file, AT_ONCE)
+    some = Gate(SocketFile.of(file), AT_ONCE)
     assert some.note({1: AT_ONCE + 1}) == []
     assert os.getxattr(file, "system.posix_acl_access") == before
     assert not some.wants_a_look
+
+
+def test_later_daemons_file_keeps_its_own_list(file: Path, now: list[float]) -> None:
+    some = Gate(SocketFile.of(file), AT_ONCE)
+    assert some.note({1: AT_ONCE + 1}) == [1]
+    file.rename(file.with_name("old"))  # else the next may have its inode
+    file.touch()
+    acl.keep_out(file, [7])
+    before = os.getxattr(file, "system.posix_acl_access")
+    now[0] += SHUT_OUT_SECONDS
+    assert some.note({2: AT_ONCE + 1}) == []
+    assert os.getxattr(file, "system.posix_acl_access") == before
+    assert not some.wants_a_look
+
+
+def test_nobody_is_named_on_the_file_of_a_later_daemon(file: Path, now: list[float]) -> None:
+    some = Gate(SocketFile.of(file), AT_ONCE)
+    file.rename(file.with_name("old"))
+    file.touch()
+    assert some.note({1: AT_ONCE + 1}) == []
+    assert not acl.has_list(file)

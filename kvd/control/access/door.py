@@ -22,12 +22,12 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from kvd.control.access import descriptors
 from kvd.control.access.gate import Gate
 from kvd.control.access.peers import user_of
+from kvd.control.sockets import SocketFile
 from kvd.core.shares import Bound
 from kvd.linux.calls import SO_PASSRIGHTS
 from kvd.linux.proc import count_own_descriptors, own_descriptors
@@ -97,15 +97,15 @@ class Door:
         self,
         path: str,
         operates: Callable[[int], bool],
-        file: Path | None = None,
+        file: SocketFile | None = None,
         on_shut_out: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`path` is the socket's as the kernel knows it, `file` where it is now."""
+        """`path` is the socket's as the kernel knows it, `file` what leads there now."""
         self._path = path
         self._operates = operates
         self._on_shut_out = on_shut_out
         self.bound = bound_of_connections()
-        self._gate = Gate(file or Path(path), self.bound.each)
+        self._gate = Gate(file, self.bound.each)
         self._shut_out: list[int] = []  # at the last look
         self._users: dict[int, int | None] = {}  # by inode; None: no such connection
         self._seen: dict[int, int] = {}  # inode -> when it was first seen; they may wrap

@@ -14,8 +14,8 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from kvd.control.sockets import SocketFile
 from kvd.linux import acl
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,9 @@ class _Comer:
 class Gate:
     """A leaky bucket for each user, and the list on the socket's file. Not for two threads."""
 
-    def __init__(self, path: Path, at_once: int) -> None:
-        self._path = path
+    def __init__(self, file: SocketFile | None, at_once: int) -> None:
+        """Without a file nobody is kept out."""
+        self._file = file
         self._at_once = at_once
         self._comers: dict[int, _Comer] = {}
         self._listed: frozenset[int] = frozenset()
@@ -74,7 +75,7 @@ class Gate:
         if self._list(now):
             return shut_out
         for user in shut_out:  # perhaps it can't be said of this one
-            del self._comers[user]
+            self._comers.pop(user, None)
         return []
 
     def _list(self, now: float) -> bool:
@@ -84,12 +85,17 @@ class Gate:
         wanted = frozenset(out[-MAX_SHUT_OUT:])
         if wanted == self._listed:
             return True
+        if self._file is None or not self._file.is_there():  # another one may be a later daemon's
+            self._comers.clear()
+            self._listed = frozenset()
+            return False
+        path = self._file.path
         try:
-            if not self._listed and acl.has_list(self._path):
+            if not self._listed and acl.has_list(path):
                 raise FileExistsError("the file has an access list of somebody else's")
-            acl.keep_out(self._path, wanted)
+            acl.keep_out(path, wanted)
         except OSError as error:
-            log.warning("can't keep users from %s who connect without end: %s", self._path, error)
+            log.warning("can't keep users from %s who connect without end: %s", path, error)
             return False
         self._listed = wanted
         return True
