@@ -163,3 +163,10 @@ def test_nobody_is_named_on_the_file_of_a_later_daemon(file: Path, now: list[flo
     file.touch()
     assert some.note({1: AT_ONCE + 1}) == []
     assert not acl.has_list(file)
+
+
+def test_pause_before_a_burst_forgives_none_of_it(file: Path, now: list[float]) -> None:
+    some = Gate(SocketFile.of(file), AT_ONCE)
+    assert some.note({1: 1}) == []
+    now[0] += 3600
+    assert some.note({1: AT_ONCE + 1}) == [1]

@@ -35,6 +35,11 @@ class _Comer:
     out_until_s: float = 0.0
     next_seconds: float = SHUT_OUT_SECONDS
 
+    def leak(self, now: float) -> None:
+        """Take off what so much time allows."""
+        self.new = max(0.0, self.new - (now - self.at_s) * NEW_A_SECOND)
+        self.at_s = now
+
 
 class Gate:
     """A leaky bucket for each user, and the list on the socket's file. Not for two threads."""
@@ -60,12 +65,12 @@ class Gate:
         now = time.monotonic()
         for user, count in new.items():
             comer = self._comers.setdefault(user, _Comer(0.0, now))
+            comer.leak(now)  # first: looks may lie far apart
             if now >= comer.out_until_s:
                 comer.new += count
         shut_out = []
         for user, comer in list(self._comers.items()):
-            comer.new = max(0.0, comer.new - (now - comer.at_s) * NEW_A_SECOND)
-            comer.at_s = now
+            comer.leak(now)
             if comer.new > self._at_once:
                 comer.new, comer.out_until_s = self._at_once, now + comer.next_seconds
                 comer.next_seconds = min(2 * comer.next_seconds, LONGEST_SHUT_OUT_SECONDS)
