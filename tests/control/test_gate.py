@@ -170,3 +170,9 @@ def test_pause_before_a_burst_forgives_none_of_it(file: Path, now: list[float]) 
     assert some.note({1: 1}) == []
     now[0] += 3600
     assert some.note({1: AT_ONCE + 1}) == [1]
+
+
+def test_nobody_is_said_to_be_out_whom_no_list_keeps_out(file: Path, now: list[float]) -> None:
+    some = Gate(SocketFile.of(file), AT_ONCE)
+    assert some.note({0: 2 * AT_ONCE, os.geteuid(): 2 * AT_ONCE}) == []
+    assert not acl.has_list(file)

@@ -11,6 +11,7 @@ How often a user connects is not known: gRPC accepts. A look now and then sees s
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Gate:
         """Without a file nobody is kept out."""
         self._file = file
         self._at_once = at_once
+        self._always_in = {0, os.geteuid()}  # no list keeps root or the file's owner out
         self._comers: dict[int, _Comer] = {}
         self._listed: frozenset[int] = frozenset()
 
@@ -64,6 +66,8 @@ class Gate:
         """These users have so many new connections; who is shut out for it from now on."""
         now = time.monotonic()
         for user, count in new.items():
+            if user in self._always_in:
+                continue
             comer = self._comers.setdefault(user, _Comer(0.0, now))
             comer.leak(now)  # first: looks may lie far apart
             if now >= comer.out_until_s:
