@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import grpc
@@ -29,11 +31,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Failed(grpc.RpcError):
-    def __init__(self, code: grpc.StatusCode, reason: str = "") -> None:
-        self._code, self._reason = code, reason
+    def __init__(self, code: grpc.StatusCode, reason: str = "", details: str = "") -> None:
+        self._code, self._reason, self._details = code, reason, details
 
     def code(self) -> grpc.StatusCode:
         return self._code
+
+    def details(self) -> str:
+        return self._details
 
     def trailing_metadata(self) -> Any:
         return ((backoff.DETAILS_KEY, f"\n\x08{self._reason}\x12".encode()),)
@@ -151,3 +156,11 @@ def test_a_cancelled_registration_counts_as_broken_off() -> None:
     pauses = [tries.after(grpc.FutureCancelledError()) for _ in range(QUICK_TRIES + 1)]
     assert all(map(is_quick, pauses[:QUICK_TRIES]))
     assert not is_quick(pauses[-1])
+
+
+@pytest.mark.parametrize(("why", "is_kept_out"), [(errno.EACCES, True), (errno.ENOENT, False)])
+def test_who_is_kept_out_for_a_while_is_told_so(why: int, is_kept_out: bool) -> None:
+    words = f"failed to connect to all addresses; error: {os.strerror(why)}"
+    problem = backoff.describe(Failed(grpc.StatusCode.UNAVAILABLE, details=words))
+    assert words in problem
+    assert ("connected again and again" in problem) is is_kept_out

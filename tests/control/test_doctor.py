@@ -170,8 +170,10 @@ def test_a_pool_that_is_closed_to_an_engines_user_is_no_fault_of_a_daemon_that_r
     assert any("can't be used by uid" in each.problem for each in found) is not answers
 
 
-@pytest.mark.parametrize("fault", ["nobody", "left behind", "closed"])
-def test_a_socket_that_cannot_be_asked_is_explained(place: Path, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["nobody", "left behind", "closed", "kept out"])
+def test_a_socket_that_cannot_be_asked_is_explained(
+    place: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     companion = place / "kvd.sock.companion"
     if fault != "nobody":
         with socket.socket(socket.AF_UNIX) as made:
@@ -180,8 +182,16 @@ def test_a_socket_that_cannot_be_asked_is_explained(place: Path, fault: str) -> 
         if os.geteuid() == 0:
             pytest.skip("root may open every socket")
         companion.chmod(0)
+    if fault == "kept out":
+        (place / "kvd.sock").touch()
+        monkeypatch.setattr(os, "access", lambda path, _: path != place / "kvd.sock")
     (found,) = faults(replace(subject(place), status=None))
-    wanted = {"nobody": "no daemon has", "left behind": "nobody answers", "closed": "may not open"}
+    wanted = {
+        "nobody": "no daemon has",
+        "left behind": "nobody answers",
+        "closed": "may not open",
+        "kept out": "connects again and again",
+    }
     assert wanted[fault] in found.problem
 
 

@@ -12,7 +12,9 @@ a mover, so they come at longer and longer intervals.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import re
 import time
@@ -32,6 +34,12 @@ STEADY_S = 10.0  # what held for so long was not in vain
 QUICK_TRIES = 3  # after what broke: copies of an earlier session may have to end first
 SAID_AGAIN_S = 600.0
 MAX_SAID = 16
+
+# The companion socket let us in a moment before.
+_WHY_CLOSED = (
+    "the daemon keeps this user out for up to a minute, who connected again and again (its log"
+    " says so), or this user may not open the socket"
+)
 
 DETAILS_KEY = "grpc-status-details-bin"
 DRAINING = b"DRAINING"
@@ -161,5 +169,7 @@ def problem_of(error: Exception, socket_path: str) -> str:
 def describe(error: grpc.RpcError) -> str:
     """The status as one line."""
     code = getattr(error, "code", lambda: None)()
-    details = getattr(error, "details", lambda: None)()
-    return f"{getattr(code, 'name', 'ERROR')}: {details or error}"
+    details = getattr(error, "details", lambda: None)() or str(error)
+    if code is grpc.StatusCode.UNAVAILABLE and os.strerror(errno.EACCES) in details:
+        details = f"{details}; {_WHY_CLOSED}"
+    return f"{getattr(code, 'name', 'ERROR')}: {details}"

@@ -213,6 +213,13 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
         problem = f"this user may not open {config.companion_socket}, which is"
         problem += f" {_owner(config.companion_socket)}"
         yield Diagnosis("socket", problem, "join that group (usermod -aG), or set socket_group")
+    elif config.socket.exists() and not os.access(config.socket, os.W_OK):
+        yield Diagnosis(
+            "socket",
+            f"this user may not open {config.socket} now: the daemon keeps out for up to a minute"
+            " who connects again and again",
+            "stop what connects so often, and wait; the daemon's log says when (journalctl -u kvd)",
+        )
     else:
         yield Diagnosis(
             "socket",
