@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvd.cli.status import ask
+from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
@@ -145,3 +146,55 @@ def test_an_interrupt_as_a_job_begins_leaves_no_copy_behind(
     assert memory.values(8, 4) == [{9}] * 4, "a copy went on after the call had raised"
     assert leased(memory.batches) == 0
     assert not memory.batches._jobs
+
+
+def test_a_load_that_is_interrupted_again_and_again_raises_once_no_copy_goes_on(
+    memory: Memory, daemon: DaemonProcess, interrupt_amid: Callable[[], threading.Thread]
+) -> None:
+    hashes = keys(13, 4)
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    interrupting, loading, woken = interrupt_amid(), threading.get_ident(), threading.Event()
+
+    def interrupt_and_wake() -> None:
+        interrupting.join()
+        for _ in range(3):
+            time.sleep(0.1)
+            signal.pthread_kill(loading, signal.SIGUSR1)
+        time.sleep(0.1)
+        woken.set()
+        os.kill(mover, signal.SIGCONT)
+
+    waker = threading.Thread(target=interrupt_and_wake)
+    waker.start()
+    with pytest.raises(Interrupted):
+        memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
+    assert woken.is_set(), "the second interrupt ended the wait for the copy"
+    waker.join()
+
+
+@pytest.mark.parametrize("call", ["gather", "take_answers"])
+def test_an_interrupted_question_leaves_nothing_leased(
+    memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Every step would renew it, for as long as the engine lives."""
+    sought = [SoughtKeys(0, keys(14, 4))]
+    assert memory.batches.store([BlockRun(0, 0, sought[0].keys, range(4))]) == [True]
+    original = getattr(memory.batches._connection, call)
+
+    def interrupted(*given: object) -> None:
+        original(*given)
+        raise Interrupted
+
+    monkeypatch.setattr(memory.batches._connection, call, interrupted)
+    with pytest.raises(Interrupted):
+        memory.batches.find(sought)
+    monkeypatch.undo()
+
+    def is_none_leased() -> bool:
+        assert memory.batches.store([BlockRun(0, 0, keys(15, 1), [5])]) == [True]  # by a step
+        return ask(daemon.socket, 10.0).sessions[0].leases == 0
+
+    wait_until(is_none_leased, "the lease's end")
+    assert not memory.batches._connection._lookups._answers

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
@@ -187,14 +188,19 @@ class BlockBatches:
             each._replace(keys=each.keys[:count]) for each, count in zip(wanted, asked, strict=True)
         ]
         request_id = self._new_request()
-        answers = self._ask_patiently(request_id, wanted)
-        for flags, each, statuses in zip(found, wanted, answers, strict=True):
-            hits = (statuses == HIT) | (statuses == RETRY)
-            if each.leading and not hits.all():
-                hits[int(np.argmin(hits)) :] = False
-            flags[: len(hits)] = hits
-        if self._claim(request_id, wanted, found):
-            self._renewal.begin(session.lease_ttl_s)
+        try:
+            answers = self._ask_patiently(request_id, wanted)
+            for flags, each, statuses in zip(found, wanted, answers, strict=True):
+                hits = (statuses == HIT) | (statuses == RETRY)
+                if each.leading and not hits.all():
+                    hits[int(np.argmin(hits)) :] = False
+                flags[: len(hits)] = hits
+            if self._claim(request_id, wanted, found):
+                self._renewal.begin(session.lease_ttl_s)
+        except BaseException:  # of a signal's handler: nobody hears what was found
+            with self._lock:
+                self._note_over(request_id)
+            raise
         return found
 
     def _worth_asking(self, session: DaemonSession, wanted: SoughtKeys) -> int:
@@ -256,10 +262,12 @@ class BlockBatches:
         answers = [np.zeros(len(each.keys), dtype=np.uint8) for each in wanted]
         for queries, part in self._queries(request_id, wanted):
             call = self._connection.start_lookup(queries)
-            self._connection.gather([call], self.options.lookup_deadline_s)
-            taken = self._connection.take_answers(call) if call else ()
-            if taken is None:
-                self._connection.doubt([call], lambda: 0.0)
+            try:
+                self._connection.gather([call], self.options.lookup_deadline_s)
+                taken = self._connection.take_answers(call) if call else ()
+                if taken is None:
+                    self._connection.doubt([call], lambda: 0.0)
+            finally:
                 self._connection.give_up(call)
             if not taken:
                 break
@@ -467,11 +475,14 @@ class BlockBatches:
             raise
 
     def _leave(self, drafts: Sequence[JobDraft], *, are_stores: bool) -> None:
-        """Wait until no copy touches the blocks; stores are given up. Any may have begun."""
+        """Wait until no copy touches the blocks; stores are given up. Any may have begun.
+
+        What a handler raises now is dropped: one exception is on its way already.
+        """
         job_ids = [draft.job_id for draft in drafts]
         touching = True
         while touching:
-            with self._lock:
+            with suppress(BaseException), self._lock:
                 if are_stores:
                     self._worker.flush_step(StepPlan(flush=tuple(job_ids)))
                 self._take_ends()
@@ -480,7 +491,8 @@ class BlockBatches:
                     self._end_requests(drafts)
                     for job_id in job_ids:
                         self._jobs.pop(job_id, None)
-            time.sleep(POLL_S)
+            with suppress(BaseException):
+                time.sleep(POLL_S)
 
     def _end_requests(self, drafts: Sequence[JobDraft]) -> None:
         """But for those that last. Called under the lock."""
