@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -104,6 +105,24 @@ def test_evicted_blocks_are_told_once_and_resident_ones_never(watched: Watched) 
     assert gone, "the pool is too large for this test"
     watched.hear(lambda: len(watched.removed) >= len(gone))
     assert sorted(watched.removed) == sorted(gone)
+
+
+def test_without_a_thread_the_engine_goes_on_and_another_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = EventWatch("/nowhere", "test")
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        watch.follow(1, "")
+    assert watch.take() == []
+    watch.follow(1, "")
+    assert watch._thread is not None
+    watch.close()
+    assert not watch._thread.is_alive()
 
 
 def test_removals_of_what_was_never_announced_are_not_told(watched: Watched) -> None:

@@ -115,6 +115,23 @@ def test_a_task_that_fails_aside_does_not_end_the_tasks_to_come(mover: MoverStan
     assert taken(mover) == [90_001]
 
 
+def test_without_a_thread_the_step_itself_waits_for_its_compute(
+    mover: MoverStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, computed = Bench(mover), list[int]()
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        bench.worker.finish_step(StepPlan(stores=(5,)), lambda: computed.append(5))
+    assert computed == mover.ring.take() == [5]
+    bench.worker.finish_step(StepPlan(stores=(6,)), lambda: computed.append(6))
+    assert taken(mover) == [6]
+    bench.worker.close()
+
+
 def test_a_failed_compute_gives_its_stores_up(mover: MoverStandIn) -> None:
     bench = Bench(mover)
 

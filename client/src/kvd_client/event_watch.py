@@ -107,7 +107,8 @@ class EventWatch:
 
     def follow(self, namespace_id: int, epoch: str) -> None:
         """Where the engine's session is now. Cheap to repeat."""
-        if namespace_id == self._namespace_id and epoch == self._epoch:
+        is_there = namespace_id == self._namespace_id and epoch == self._epoch
+        if is_there and self._thread is not None:
             return
         if self._closing.is_set():
             return
@@ -119,8 +120,13 @@ class EventWatch:
             self._turn += 1
         self._cancel()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvd-events", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="kvd-events", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is to be had; the next call tries again
+                self._backoff.warn("kvd events", str(error))
+                return
+            self._thread = thread
 
     def announce(self, keys: Iterable[Key]) -> list[Key]:
         """The engine is about to say that these are stored; those of which it has not been said."""

@@ -350,8 +350,14 @@ class Worker:
 
     def _do_aside(self, task: Callable[[], None]) -> None:
         if self._aside is None:
-            self._aside = threading.Thread(target=self._do_tasks, name="kvd-compute", daemon=True)
-            self._aside.start()
+            thread = threading.Thread(target=self._do_tasks, name="kvd-compute", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no thread is to be had
+                log.warning("kvd: the engine waits for its own compute: %s", str(error))
+                self._do(task)
+                return
+            self._aside = thread
         self._computing.put(task)
 
     def _wait_and_mark_ready(self, wait: WaitForCompute, job_ids: Sequence[int]) -> None:
@@ -367,11 +373,14 @@ class Worker:
 
     def _do_tasks(self) -> None:
         while (task := self._computing.get()) is not None:
-            try:
-                task()
-            except Exception:
-                # Whatever it was for expires; a dead thread would end every store to come.
-                log.exception("the helper thread's task failed; it goes on")
+            self._do(task)
+
+    def _do(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except Exception:
+            # Whatever it was for expires; a dead thread would end every store to come.
+            log.exception("the helper thread's task failed; it goes on")
 
     # -- ends -------------------------------------------------------------------------------
 
