@@ -136,6 +136,7 @@ DRAINING = "DRAINING"
 EXPIRED = "EXPIRED"  # a half of the job never came
 MOVER_GONE = "MOVER_GONE"
 COPY_FAILED = "COPY_FAILED"
+ABANDONED = "ABANDONED"  # the engine gave the store up: it needed the blocks
 CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"  # a block's bytes are not those that were stored
 SESSION_CLOSED = "SESSION_CLOSED"
 RESET = "RESET"  # the cache was reset or cleared meanwhile

@@ -200,8 +200,7 @@ class RankEnding:
 
 @dataclass(frozen=True, slots=True)
 class MoverGone:
-    """The mover process has ended, so has every copy of it. All its transfers have failed
-    unless reported before."""
+    """The mover process has ended, and every copy of it; those not reported before have failed."""
 
     mover: MoverId
     reason: str
@@ -406,6 +405,7 @@ class TransferOutcome(enum.Enum):
     DONE = "done"
     FAILED = "failed"  # ended; some bytes may have been written
     REVOKED = "revoked"  # never started, never will
+    ABANDONED = "abandoned"  # a store that its engine gave up; some bytes may have been written
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class MoverLoop:
                     looks = self._looks(transfer, place if part is order.parts[-1] else None)
                     copy.bytes += self._engine.copy(order.kind, part, looks)
         except CopyStopped:
-            return TransferOutcome.FAILED
+            return self._short_of_done(order)
         except DeviceLost as error:
             # Its end is what proves to control that no copy can land any more.
             log_limited(f"{_named(order)} lost the GPU: {error}")
@@ -258,8 +258,14 @@ class MoverLoop:
             log_limited(f"{_named(order)} failed: {error!r}")
             return TransferOutcome.FAILED
         if copy.damaged or (order.kind is JobKind.STORE and self._is_abandoned(order)):
-            return TransferOutcome.FAILED
+            return self._short_of_done(order)
         return TransferOutcome.DONE
+
+    def _short_of_done(self, order: TransferOrder) -> TransferOutcome:
+        """Why a copy in which nothing broke is of no use."""
+        if order.kind is JobKind.STORE and self._is_abandoned(order):
+            return TransferOutcome.ABANDONED
+        return TransferOutcome.FAILED
 
     def _copy_checked(self, order: TransferOrder, part: LocatedPart, copy: Copy) -> None:
         """Copy the part with the checksums of what lies in the slots.

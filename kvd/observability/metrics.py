@@ -77,7 +77,7 @@ _COUNTERS = (
     ("kvd_policy_switches", "Switches of a class whose policy is auto.", "policy_switches"),
     ("kvd_deduplicated_blocks", "Stores of blocks already readable or in flight.", "deduplicated"),
     ("kvd_filtered_blocks", "Stores kept out by the reuse filter.", "filtered"),
-    ("kvd_failed_blocks", "Blocks whose copy failed.", "failed"),
+    ("kvd_failed_blocks", "Blocks whose copy failed and was not called off.", "failed"),
     (
         "kvd_checksum_failures",
         "Blocks removed because their bytes were not those that were stored.",

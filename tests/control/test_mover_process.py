@@ -33,6 +33,7 @@ from tests.control.mover_rig import (
     rig,
 )
 
+ABANDONED = TransferOutcome.ABANDONED
 DONE, FAILED, REVOKED = TransferOutcome.DONE, TransferOutcome.FAILED, TransferOutcome.REVOKED
 
 
@@ -204,7 +205,7 @@ async def test_an_abandoned_store_fails_after_its_last_byte() -> None:
         give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
         worker.ring.abandon(1)
         worker.ring.mark_ready([1])
-        assert await r.sink.outcome(1) is FAILED
+        assert await r.sink.outcome(1) is ABANDONED
 
 
 def give_together(mover: MoverProcess, number: int, jobs: range) -> None:
@@ -258,7 +259,7 @@ async def test_stores_of_one_transfer_fail_where_one_of_them_is_abandoned() -> N
         give_together(mover, 1, range(1, 4))
         worker.ring.abandon(3)
         worker.ring.mark_ready([1, 2, 3])
-        assert await r.sink.outcome(1) is FAILED
+        assert await r.sink.outcome(1) is ABANDONED
         give_together(mover, 2, range(1, 3))
         assert await r.sink.outcome(2) is DONE
 

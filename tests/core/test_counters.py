@@ -106,6 +106,40 @@ def test_jobs_that_fail_are_counted_by_reason(bench: Bench) -> None:
     assert work == {"failed": 1, "refused": {"KEY_MISSING": 2, "COPY_FAILED": 1}}
 
 
+def test_blocks_of_a_copy_that_broke_are_counted_whichever_way_they_went(bench: Bench) -> None:
+    bench.load([1, 2])
+    assert counted(bench, lambda: bench.finish(outcome=FAILED))["failed"] == 2
+    bench.load([1])
+    mover = next(iter(bench.machine.state.movers))
+    assert counted(bench, lambda: bench.feed(ev.MoverGone(mover, "")))["failed"] == 1
+
+
+@pytest.mark.parametrize("way", ["abandoned", "cleared", "ended", "closed"])
+def test_blocks_of_a_copy_that_was_called_off_are_no_failure(bench: Bench, way: str) -> None:
+    """Engines end, give stores up and reset their cache: nobody need be woken for it."""
+    bench.store([50, 51])
+    mover = next(iter(bench.machine.state.movers))
+
+    def calls_off() -> None:
+        match way:
+            case "abandoned":
+                bench.finish(outcome=ev.TransferOutcome.ABANDONED)
+            case "cleared":
+                bench.clear()
+                bench.finish(outcome=FAILED)
+            case "ended":
+                bench.feed(ev.RankEnding(mover, ""))
+                bench.feed(ev.MoverGone(mover, ""))
+            case _:
+                bench.close(gone=True)
+                bench.finish(outcome=FAILED)
+
+    work = counted(bench, calls_off)
+    assert "failed" not in work
+    assert sum(work["refused"].values()) == 1
+    assert "COPY_FAILED" not in work["refused"]
+
+
 def test_a_row_that_a_class_is_given_is_counted(bench: Bench) -> None:
     rows = len(bench.machine.state.rows)
     work = counted(bench, lambda: bench.stored(range(10, 26)))

@@ -25,6 +25,7 @@ VERDICT_REASONS = {
     errors.EXPIRED,
     errors.MOVER_GONE,
     errors.COPY_FAILED,
+    errors.ABANDONED,
     errors.CHECKSUM_MISMATCH,
     errors.SESSION_CLOSED,
     errors.RESET,

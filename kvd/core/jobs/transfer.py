@@ -15,7 +15,14 @@ from kvd.core.actions import (
 )
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import damage, hand_off
-from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL, RESET
+from kvd.core.errors import (
+    ABANDONED,
+    CHECKSUM_MISMATCH,
+    COPY_FAILED,
+    MOVER_GONE,
+    QUEUE_FULL,
+    RESET,
+)
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
 from kvd.core.keys import U32, TransferId
 from kvd.core.model.backlog import CallOff
@@ -25,6 +32,10 @@ from kvd.core.model.state import Mover, MoverState, Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import writing
 from kvd_proto.layout import NULL_ENGINE_BLOCK
+
+# With these a copy broke; else it was called off, as at an engine's end or a reset. Whoever has a
+# mover end has failed its pieces before.
+_BROKE = frozenset({COPY_FAILED, CHECKSUM_MISMATCH, MOVER_GONE})
 
 
 def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
@@ -96,7 +107,8 @@ def transfer_finished(turn: Turn, event: TransferFinished) -> None:
         return
     piece = transfer.piece
     done = event.outcome is TransferOutcome.DONE
-    reason = transfer.reason or COPY_FAILED
+    given_up = event.outcome is TransferOutcome.ABANDONED
+    reason = transfer.reason or (ABANDONED if given_up else COPY_FAILED)
     if event.damaged:
         reason = CHECKSUM_MISMATCH
         damaged = np.array(event.damaged, dtype=np.int64)
@@ -180,6 +192,8 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
         del mover.transfers[transfer.transfer]
     if not failure and piece.kind is JobKind.STORE and _is_cleared(state, piece):
         failure = RESET
+    if failure in _BROKE and not piece.failed:
+        state.counters.failed += sum(len(part.slots) for part in piece.parts)
     if failure:
         fail_piece(turn, piece, failure)
     for part in piece.parts:
@@ -241,7 +255,6 @@ def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
     if piece.kind is not JobKind.STORE:
         return
     for part in piece.parts:
-        state.counters.failed += len(part.slots)
         hand_off.blocks_lost(state, part.size_class, part.slots)
         tags, why = state.slots.tags[part.slots], WhyGone(Fate.FAILED, reason)
         slot_lifecycle.note_gone(turn, part.size_class, part.slots, tags, why)
