@@ -405,6 +405,39 @@ def test_the_longest_names_leave_room_for_what_is_put_behind_them(chart: helm.Ch
     assert labels["app.kubernetes.io/name"].endswith("-engine")
 
 
+@pytest.mark.parametrize("release", ["417", "true", "7e3", "my.cache"])
+@pytest.mark.parametrize("values", [EVERYTHING, IN_SIDECARS], ids=["daemonset", "sidecar"])
+def test_what_looks_like_another_type_stays_a_name(
+    chart: helm.Chart, values: dict[str, Any], release: str
+) -> None:
+    import yaml
+
+    given = {
+        **values,
+        "engine": {"enabled": True, "model": "@models/7b: chat"},
+        "nameOverride": "12",
+        "priorityClassName": "1000",
+        "serviceAccount": {"create": False, "name": "007"},
+        "terminationGracePeriodSeconds": 1_000_000,
+    }
+    chart.validate_schema(given)
+    made = chart.render(given, name=release, namespace="caches")
+    texts = [text for path, text in made.items() if not path.endswith(".txt")]
+    for document in filter(None, (each for text in texts for each in yaml.safe_load_all(text))):
+        if document["kind"] == "Service":
+            assert re.fullmatch("[a-z][-a-z0-9]{,62}", document["metadata"]["name"])
+        if document["kind"] not in OPERATORS:
+            kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_a_sidecars_metrics_are_not_where_its_engine_serves(chart: helm.Chart) -> None:
+    """The daemon starts first, and the engine would find the port taken and end."""
+    port = {"metrics": {"port": 8000}}
+    with pytest.raises(helm.HelmError, match=r"metrics\.port is 8000"):
+        objects(chart, SIDECAR | port)
+    objects(chart, {"engine": {"enabled": True}} | port)
+
+
 # -- monitoring ---------------------------------------------------------------------------------
 
 

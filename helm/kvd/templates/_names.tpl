@@ -13,14 +13,14 @@
 {{- end -}}
 
 {{- define "kvd.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "kvd.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "kvd.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- /* Of both modes alike: Kubernetes lets no upgrade change what a Deployment's pods are found by. */ -}}
 {{- define "kvd.engineSelector" -}}
-app.kubernetes.io/instance: {{ .Release.Name }}
-kvd/engine-of: {{ include "kvd.fullname" . }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+kvd/engine-of: {{ include "kvd.fullname" . | quote }}
 {{- end -}}
 
 {{- /* Of an engine's pod; in a sidecar's it is the daemon's pod, too, and is scraped as such. */ -}}
@@ -29,10 +29,10 @@ kvd/engine-of: {{ include "kvd.fullname" . }}
 {{ include "kvd.selectorLabels" . }}
 {{- else -}}
 app.kubernetes.io/name: {{ include "kvd.name" . | trunc 56 | trimSuffix "-" }}-engine
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 app.kubernetes.io/component: engine
-kvd/engine-of: {{ include "kvd.fullname" . }}
+kvd/engine-of: {{ include "kvd.fullname" . | quote }}
 {{- end -}}
 
 {{- define "kvd.labels" -}}
@@ -127,6 +127,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $drain := ternary (toString .Values.config.drain_seconds) "10" (hasKey .Values.config "drain_seconds") | float64 -}}
 {{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf $drain 5) -}}
 {{- fail (printf "terminationGracePeriodSeconds is %v, and the daemon drains for up to %v s (config.drain_seconds): it would be killed; give it 5 s more than that at least" .Values.terminationGracePeriodSeconds $drain) -}}
+{{- end -}}
+{{- if and (eq .Values.mode "sidecar") (eq (int .Values.metrics.port) 8000) -}}
+{{- fail "metrics.port is 8000, at which the engine in the sidecar's pod serves: set it to another, such as 9470" -}}
 {{- end -}}
 {{- include "kvd.refuseUnheeded" . -}}
 {{- include "kvd.refuseLabels" . -}}

@@ -128,7 +128,7 @@
 
 {{- define "kvd.volumes" -}}
 - name: config
-  configMap: {name: {{ include "kvd.fullname" . }}}
+  configMap: {name: {{ include "kvd.fullname" . | quote }}}
 {{- if eq .Values.mode "sidecar" }}
 # They outlive the daemon's container and go with the pod.
 - name: pool
@@ -141,12 +141,12 @@
 {{- end }}
 {{- else }}
 - name: pool
-  hostPath: {path: {{ .Values.pool.hostPath }}, type: DirectoryOrCreate}
+  hostPath: {path: {{ .Values.pool.hostPath | quote }}, type: DirectoryOrCreate}
 - name: run
-  hostPath: {path: {{ .Values.runDirectory }}, type: DirectoryOrCreate}
+  hostPath: {path: {{ .Values.runDirectory | quote }}, type: DirectoryOrCreate}
 {{- if .Values.pool.hugePages.size }}
 - name: extents
-  hostPath: {path: {{ .Values.pool.hugePages.hostPath }}, type: DirectoryOrCreate}
+  hostPath: {path: {{ .Values.pool.hugePages.hostPath | quote }}, type: DirectoryOrCreate}
 {{- end }}
 {{- end }}
 - name: scratch
