@@ -67,6 +67,17 @@ def setting(path: str, value: Any) -> Change:
     return lambda base: changed(base, change).namespace()
 
 
+def images(prefix_cache: bool, processor_cache_gb: float) -> Change:
+    """Of a model that takes images."""
+
+    def change(vllm_config: Any) -> None:
+        taken = SimpleNamespace(mm_processor_cache_gb=processor_cache_gb)
+        vllm_config.model_config.multimodal_config = taken
+        vllm_config.cache_config.enable_prefix_caching = prefix_cache
+
+    return lambda base: changed(base, change).namespace()
+
+
 def option(**options: Any) -> Change:
     def change(vllm_config: Any) -> None:
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(options)
@@ -242,6 +253,7 @@ def test_long_names_stay_within_a_fields_limit_and_apart(base: Configuration) ->
         (setting("load_config.load_format", "dummy"), "weights_id"),
         (setting("cache_config.prefix_caching_hash_algo", "xxhash"), "PYTHONHASHSEED"),
         (setting("weight_transfer_config", object()), "weight transfer"),
+        (images(prefix_cache=False, processor_cache_gb=0), "numbers images"),
     ],
 )
 def test_what_can_t_be_known_is_kept_to_this_start_with_the_way_out(
@@ -257,6 +269,11 @@ def test_what_can_t_be_known_is_kept_to_this_start_with_the_way_out(
     monkeypatch.setattr("vllm.utils.hashing._xxhash", digest)
     assert change(base).unshared
     assert hint in caplog.text
+
+
+def test_images_are_named_by_their_content_where_vllm_has_any_cache(base: Configuration) -> None:
+    assert not images(prefix_cache=True, processor_cache_gb=0)(base).unshared
+    assert not images(prefix_cache=False, processor_cache_gb=0.5)(base).unshared
 
 
 def test_a_name_given_for_the_weights_lets_any_loader_share(base: Configuration) -> None:

@@ -197,8 +197,24 @@ def _doubts(vllm_config: Any, options: KvdOptions) -> Iterator[str]:
     if vllm_config.weight_transfer_config is not None:
         # Of an update itself vLLM tells the connector nothing: other weights, the same name.
         yield "weight transfer is configured, so the weights may change as the engine runs"
+    if _numbers_inputs(vllm_config):
+        yield (
+            "with neither a prefix cache nor a cache of processed inputs vLLM numbers images, the"
+            " same way at each start; start it with one of them"
+        )
     if vllm_config.lora_config is not None and not options.lora_id:
         yield "vLLM's hash has an adapter's name, not what is in it; set lora_id"
+
+
+def _numbers_inputs(vllm_config: Any) -> bool:
+    """Whether block hashes have numbers in place of digests of images and the like.
+
+    VLLM saves itself the digests where it has no cache of its own that would need them.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is None or vllm_config.cache_config.enable_prefix_caching:
+        return False
+    return not getattr(multimodal, "mm_processor_cache_gb", 1)
 
 
 def _weights(vllm_config: Any, options: KvdOptions) -> tuple[str, str]:
