@@ -17,6 +17,7 @@ pytest.importorskip("obstore", reason="obstore is not here")
 
 import obstore
 
+from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.store import S3Store
 from kvd.tiers.store import (
     OptionValue,
@@ -58,6 +59,12 @@ PATIENCE: dict[str, OptionValue] = {
     "request_timeout_seconds": 60.0,
     "connect_timeout_seconds": 60.0,
 }
+
+
+@pytest.fixture(autouse=True)
+def no_late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deletions wait for none of a process before."""
+    monkeypatch.setattr(module, "UNANSWERED_S", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is not here")
 
+from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.store import S3Store
@@ -94,6 +95,12 @@ class Page(Handler):
 
     def do_HEAD(self) -> None:
         self._answer()
+
+
+@pytest.fixture(autouse=True)
+def no_late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deletions wait for none of a process before."""
+    monkeypatch.setattr(module, "UNANSWERED_S", 0.0)
 
 
 @pytest.fixture

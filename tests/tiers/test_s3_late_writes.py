@@ -6,6 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,9 @@ def server() -> Iterator[LateBucket]:
 
 
 @pytest.fixture
-def store(server: LateBucket, tmp_path: Path) -> Iterator[S3Store]:
+def options(server: LateBucket, tmp_path: Path) -> dict[str, OptionValue]:
     (tmp_path / "key").write_text("none")
-    options: dict[str, OptionValue] = {
+    return {
         "bucket": "blocks",
         "endpoint": f"http://127.0.0.1:{server.server_port}",
         "allow_http": True,
@@ -103,9 +104,18 @@ def store(server: LateBucket, tmp_path: Path) -> Iterator[S3Store]:
         "secret_key_file": str(tmp_path / "key"),
         "request_timeout_seconds": 0.5,
     }
+
+
+@pytest.fixture
+def store(options: dict[str, OptionValue]) -> Iterator[S3Store]:
     store = S3Store(options)
+    a_minute_later(store)
     yield store
     store.close()
+
+
+def a_minute_later(store: S3Store) -> None:
+    store._bucket._unanswered = dict.fromkeys(store._bucket._unanswered, 0.0)
 
 
 @pytest.mark.parametrize("of", [ONE, ONE[:NAMESPACE_BYTES], b""], ids=["scope", "namespace", "all"])
@@ -126,6 +136,23 @@ def test_a_deletion_waits_for_writes_that_had_no_answer(
     server.in_time.set()
     until(lambda: bool(server.names))
     store.delete_scopes([OTHER], soon())
-    store._bucket._unanswered = dict.fromkeys(store._bucket._unanswered, 0.0)  # a minute later
+    a_minute_later(store)
     store.delete_scopes([of], soon())
     assert not server.names
+
+
+@pytest.mark.parametrize("of", [ONE, ONE[:NAMESPACE_BYTES], b""], ids=["scope", "namespace", "all"])
+def test_a_deletion_waits_for_writes_of_the_process_before(
+    server: LateBucket, store: S3Store, options: dict[str, OptionValue], of: bytes
+) -> None:
+    """What it had no answer to is known to nobody once it was killed."""
+    server.in_time.clear()
+    assert write(store, source(key(1), b"1" * 4096)) == [Outcome.FAILED]
+    with closing(S3Store(options)) as another:
+        with pytest.raises(TierTimeout, match="may happen yet"):
+            another.delete_scopes([of], soon())
+        server.in_time.set()
+        until(lambda: bool(server.names))
+        a_minute_later(another)
+        another.delete_scopes([of], soon())
+        assert not server.names

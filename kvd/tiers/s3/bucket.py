@@ -80,7 +80,9 @@ class Bucket:
         self._lock = threading.Lock()
         self._quiet_until = self._renew_at = self._say_at = self._say_busy_at = 0.0
         self._pacing = Pacing()
-        self._unanswered: dict[str, float] = {}  # namespaces, and until when a write may happen
+        # Namespaces, and until when a write may happen; at first the prefix, which is above all:
+        # what the process before this one had no answer to, nobody knows any more.
+        self._unanswered = {options.prefix: time.monotonic() + UNANSWERED_S}
         self.problem = ""  # that it did not answer last, or refused us, and why
         self._secrets = self._read_files()
         self._objects = self._open()
