@@ -238,6 +238,20 @@ def test_a_server_that_does_not_read_is_not_waited_for_longer() -> None:
             line.close()
 
 
+def test_nothing_more_goes_out_once_a_line_is_closed() -> None:
+    """As the system closes those of a killed process: its next may clear what that had written."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = Line("127.0.0.1", listener.getsockname()[1], PATIENT_S)
+        server, _ = listener.accept()
+        with server:
+            with pytest.raises(TimeoutError):
+                line.run([["SET", b"name", memoryview(bytes(64 << 20))]], 0.1)
+            line.close()
+            server.settimeout(PATIENT_S)
+            with pytest.raises(ConnectionResetError):
+                list(iter(lambda: server.recv(1 << 20), b""))
+
+
 # -- with real servers ------------------------------------------------------------------------
 
 

@@ -28,6 +28,9 @@ _BUFFER_BYTES = 4096  # for short answers; what else comes with them is copied o
 _GATHERED = 128  # pieces in one call to the system
 _SHORT_BYTES = 4096  # of a word that is copied behind others
 _TIMEVAL = struct.Struct("ll")
+# Once it is closed, as by the death of its process, nothing more goes out: the system would send it
+# for minutes, and what was cleared meanwhile would be there again.
+_SEND_NO_MORE = struct.pack("ii", 1, 0)
 
 
 class ServerRefusal(TierError):
@@ -232,6 +235,7 @@ def _connected(host: str, port: int, seconds: float, tls: ssl.SSLContext | None)
     plain = socket.create_connection((host, port), seconds)
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _SEND_NO_MORE)
         if tls is not None:
             return tls.wrap_socket(plain, server_hostname=host)
         plain.setblocking(True)
