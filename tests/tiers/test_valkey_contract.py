@@ -18,6 +18,7 @@ from tests.tiers.contract import (
     has,
     keep,
     key,
+    read,
     soon,
     source,
 )
@@ -104,6 +105,15 @@ class ValkeyContract(TierStoreContract):
         keep(store, range(100))
         until(lambda: 90 <= store.usage().blocks <= 110)
         assert store.usage().bytes > 100 * BLOCK_BYTES
+
+    @pytest.mark.parametrize("size", [BLOCK_BYTES, 4 * BLOCK_BYTES])
+    def test_a_block_outlives_a_read_of_another_size(self, store: TierStore, size: int) -> None:
+        whole = content(1, 2 * BLOCK_BYTES)
+        assert store.write([source(key(1), whole)], soon()) == [Outcome.DONE]
+        assert read(store, key(1), size)[0] is Outcome.MISSING
+        outcome, found = read(store, key(1), len(whole))
+        assert outcome is Outcome.DONE
+        assert found == whole
 
 
 class TestCluster(ValkeyContract):

@@ -312,8 +312,9 @@ def _look_at_lengths(move: Move, number: int, lengths: Iterator[int | None]) -> 
             move.is_known = True
         return
     if number == 0:
-        # A record of another length is of other parts, and not useless.
-        move.is_known = next(lengths) == len(move.record)
+        # A record of other parts is not useless: its pieces have other names.
+        is_whole = next(lengths) == len(move.record)
+        move.is_known = is_whole and has_lengths_of(bytes(move.record), move.block)
         move.is_partly_missing |= not move.is_known
     came = next(lengths)
     move.has_come |= came is not None
