@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import importlib
 
+from torch._inductor import cpu_vec_isa
+
 for _name in (
     "compressed_tensors",
     "tests.vllm.engine_process",
@@ -18,5 +20,6 @@ for _name in (
     "vllm.v1.worker.cpu_worker",
 ):
     importlib.import_module(_name)
+cpu_vec_isa.pick_vec_isa()  # which starts a compiler and a Python
 gc.collect()
 gc.freeze()

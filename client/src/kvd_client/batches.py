@@ -40,6 +40,8 @@ from kvd_proto.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
+_RAISED = Exception, KeyboardInterrupt, SystemExit  # what handlers of signals raise
+
 MAX_UNTOLD_REQUESTS = 256  # that are over; then the daemon is told without a step of other work
 _U32_MAX = (1 << 32) - 1  # a number on the wire
 QUERIES_PER_CALL = 64  # each costs the daemon a fifth of a millisecond, whatever its size
@@ -477,12 +479,12 @@ class BlockBatches:
     def _leave(self, drafts: Sequence[JobDraft], *, are_stores: bool) -> None:
         """Wait until no copy touches the blocks; stores are given up. Any may have begun.
 
-        What a handler raises now is dropped: one exception is on its way already.
+        What a signal's handler raises now is dropped: one exception is on its way already.
         """
         job_ids = [draft.job_id for draft in drafts]
         touching = True
         while touching:
-            with suppress(BaseException), self._lock:
+            with suppress(*_RAISED), self._lock:
                 if are_stores:
                     self._worker.flush_step(StepPlan(flush=tuple(job_ids)))
                 self._take_ends()
@@ -491,7 +493,7 @@ class BlockBatches:
                     self._end_requests(drafts)
                     for job_id in job_ids:
                         self._jobs.pop(job_id, None)
-            with suppress(BaseException):
+            with suppress(*_RAISED):
                 time.sleep(POLL_S)
 
     def _end_requests(self, drafts: Sequence[JobDraft]) -> None:

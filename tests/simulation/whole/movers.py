@@ -222,12 +222,16 @@ class SimMover:
         if not self.is_alive:
             return
         damaged = self._damaged(order)
-        fails = fails or bool(damaged) or not self.abandoned.isdisjoint(order.jobs)
+        given_up = not self.abandoned.isdisjoint(order.jobs)
+        outcome = TransferOutcome.DONE
+        if fails or damaged or given_up:
+            broke = fails or not given_up or order.kind is JobKind.LOAD
+            outcome = TransferOutcome.FAILED if broke else TransferOutcome.ABANDONED
+        fails = outcome is not TransferOutcome.DONE
         if not fails:
             for place in range(first, len(order.blocks)):
                 self._copy_block(order, place)
         del self.orders[order.transfer]
-        outcome = TransferOutcome.FAILED if fails else TransferOutcome.DONE
         if order.kind is JobKind.LOAD:
             self._tell_worker(order, JobStatus.FAILED if fails else JobStatus.DONE)
         sums = np.empty(0, dtype=np.uint64)
