@@ -249,7 +249,7 @@ class MoverLoop:
                     looks = self._looks(transfer, place if part is order.parts[-1] else None)
                     copy.bytes += self._engine.copy(order.kind, part, looks)
         except CopyStopped:
-            return self._short_of_done(order)
+            return TransferOutcome.ABANDONED if self._is_given_up(order) else TransferOutcome.FAILED
         except DeviceLost as error:
             # Its end is what proves to control that no copy can land any more.
             log_limited(f"{_named(order)} lost the GPU: {error}")
@@ -257,15 +257,13 @@ class MoverLoop:
         except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
             log_limited(f"{_named(order)} failed: {error!r}")
             return TransferOutcome.FAILED
-        if copy.damaged or (order.kind is JobKind.STORE and self._is_abandoned(order)):
-            return self._short_of_done(order)
-        return TransferOutcome.DONE
-
-    def _short_of_done(self, order: TransferOrder) -> TransferOutcome:
-        """Why a copy in which nothing broke is of no use."""
-        if order.kind is JobKind.STORE and self._is_abandoned(order):
+        if self._is_given_up(order):
             return TransferOutcome.ABANDONED
-        return TransferOutcome.FAILED
+        return TransferOutcome.FAILED if copy.damaged else TransferOutcome.DONE
+
+    def _is_given_up(self, order: TransferOrder) -> bool:
+        """Whether it is a store that its engine gave up."""
+        return order.kind is JobKind.STORE and self._is_abandoned(order)
 
     def _copy_checked(self, order: TransferOrder, part: LocatedPart, copy: Copy) -> None:
         """Copy the part with the checksums of what lies in the slots.

@@ -65,16 +65,16 @@ class Gate:
     def note(self, new: Mapping[int, int]) -> list[int]:
         """These users have so many new connections; who is shut out for it from now on."""
         now = time.monotonic()
+        for comer in self._comers.values():
+            comer.leak(now)  # before any are added: looks may lie far apart
         for user, count in new.items():
             if user in self._always_in:
                 continue
             comer = self._comers.setdefault(user, _Comer(0.0, now))
-            comer.leak(now)  # first: looks may lie far apart
             if now >= comer.out_until_s:
                 comer.new += count
         shut_out = []
         for user, comer in list(self._comers.items()):
-            comer.leak(now)
             if comer.new > self._at_once:
                 comer.new, comer.out_until_s = self._at_once, now + comer.next_seconds
                 comer.next_seconds = min(2 * comer.next_seconds, LONGEST_SHUT_OUT_SECONDS)
