@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
@@ -193,6 +195,20 @@ def test_other_weights_under_the_same_name_are_another_namespace(
         opened.seek(-1, 2)
         opened.write(b"\x7f")
     assert different(base.namespace(), configure(copied).namespace()) == {"weights_id"}
+
+
+def test_weights_that_came_as_the_engine_started_share_nothing(
+    base: Configuration, model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / model.name
+    shutil.copytree(model, folder)
+    begun = configure(folder)
+    assert not begun.namespace().unshared
+    time.sleep(0.05)  # the times of files are behind the clock's by a tick
+    shutil.copy2(model / "model.safetensors", folder)
+    made = begun.namespace()
+    assert made.unshared
+    assert made.weights_id != base.namespace().weights_id
 
 
 def test_the_hash_seed_keeps_apart_and_is_not_told(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +27,10 @@ def named(
     model: Path | str,
     trust_remote_code: bool = False,
     begun_with: SimpleNamespace | None = None,
+    begun_ns: int | None = None,
     **load: Any,
 ) -> WeightsName:
-    """`begun_with`: more of the model's configuration."""
+    """`begun_with`: more of the model's configuration. `begun_ns`: when the engine began."""
     config = SimpleNamespace(
         model=str(model),
         model_weights="",
@@ -39,7 +43,7 @@ def named(
         "model_loader_extra_config": {},
         "download_dir": None,
     }
-    return name_weights(config, SimpleNamespace(**settings | load))
+    return name_weights(config, SimpleNamespace(**settings | load), begun_ns)
 
 
 @pytest.fixture
@@ -82,6 +86,43 @@ def test_touched_renamed_longer_or_other_files_have_another_name(model: Path) ->
     names.add(named(model))
     assert len(names) == 6
     assert not any(name.problem for name in names)
+
+
+def put_in_place(folder: Path, other: Path) -> None:
+    """The other's file for its own, with the times that it has."""
+    (other / "model.safetensors").replace(folder / "model.safetensors")
+
+
+def move_in_place(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+    other.rename(folder)
+
+
+def link_in_place(folder: Path, other: Path) -> None:
+    """`latest`, by which the model is named, is another folder from now on."""
+    link = folder.parent / "latest"
+    link.unlink()
+    link.symlink_to(other)
+
+
+@pytest.mark.parametrize("change", [put_in_place, move_in_place, link_in_place])
+def test_files_that_changed_as_the_engine_started_give_no_name(
+    model: Path, tmp_path: Path, change: Callable[[Path, Path], None]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    latest = tmp_path / "latest"
+    latest.symlink_to(model)
+    time.sleep(0.05)  # the times of files are behind the clock's by a tick
+    begun_ns = time.time_ns()
+    time.sleep(0.05)
+    assert named(latest, begun_ns=begun_ns) == named(latest)
+    change(model, other)
+    changed = named(latest, begun_ns=begun_ns)
+    assert not changed.name
+    assert "changed as the engine started" in changed.problem
+    time.sleep(0.05)
+    assert named(latest, begun_ns=time.time_ns()).name, "the next start has a name"
 
 
 def test_what_is_no_weights_does_not_count(model: Path) -> None:

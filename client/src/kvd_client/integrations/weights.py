@@ -2,8 +2,9 @@
 
 Weights are named by their repository, commit and place within it where the files are untouched
 downloads of the Hugging Face hub, else by a digest of the local files' names, sizes, times and
-samples of what is in them. A whole file is not read: that would take as long as loading it. Where
-neither can be had, the answer is why not, and the engine must not share.
+samples of what is in them. A whole file is not read: that would take as long as loading it. Local
+files that were changed after the engine began may not be those that it loaded. Where no name can be
+had, the answer is why not, and the engine must not share.
 """
 
 from __future__ import annotations
@@ -64,10 +65,11 @@ class WeightsName(NamedTuple):
     problem: str = ""
 
 
-def name_weights(model_config: Any, load_config: Any) -> WeightsName:
+def name_weights(model_config: Any, load_config: Any, begun_ns: int | None = None) -> WeightsName:
     """What one model's weights are called, from vLLM's configuration and the local files.
 
     Call it once the weights are loaded: then the files are there, and mostly in memory.
+    `begun_ns`: when the engine began, before it read any of them; None where that is not known.
     """
     loader = str(load_config.load_format)
     settings = load_config.model_loader_extra_config or {}
@@ -83,9 +85,9 @@ def name_weights(model_config: Any, load_config: Any) -> WeightsName:
         return WeightsName("", f"weights come from {elsewhere or model_config.model}")
     try:
         path = _local_path(elsewhere or model_config.model, model_config, load_config)
-        name = _name_path(path, with_code=bool(model_config.trust_remote_code))
+        name = _name_path(path, begun_ns, with_code=bool(model_config.trust_remote_code))
     except (OSError, ValueError) as error:
-        return WeightsName("", f"the weights' files could not be read: {error}")
+        return WeightsName("", f"the weights' files give no name: {error}")
     how = [] if loader in ("auto", "hf", "safetensors") else [loader]
     how += [json.dumps(telling, sort_keys=True, default=str)] if telling else []
     return WeightsName(" ".join([name, *how]))
@@ -159,7 +161,7 @@ def _check_commit(model_config: Any, cached: Path) -> None:
         )
 
 
-def _name_path(path: Path, *, with_code: bool) -> str:
+def _name_path(path: Path, begun_ns: int | None, *, with_code: bool) -> str:
     """Repository, commit and place, or the files' digest. ValueError where there are no weights."""
     root = path if path.is_dir() else path.parent
     files = sorted(_weight_files(path, with_code=with_code))
@@ -173,7 +175,23 @@ def _name_path(path: Path, *, with_code: bool) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         digest.update(f"{file.relative_to(root)}\0{_describe_file(file)}\0".encode())
+    if begun_ns is not None:
+        _check_unchanged(path.absolute(), [*files, root], begun_ns)
     return f"files:{digest.hexdigest()}"
+
+
+def _check_unchanged(path: Path, files: list[Path], begun_ns: int) -> None:
+    """Raise ValueError where any of these changed since: the engine may have loaded other weights.
+
+    The time of a change can't be set as that of the contents can, and a file or folder that was
+    moved has it, too.
+    """
+    links = [each for each in (path, *path.parents, *files) if each.is_symlink()]
+    times = [(each, each.lstat().st_ctime_ns) for each in links]
+    times += [(each, each.stat().st_ctime_ns) for each in files]
+    for place, changed_ns in times:
+        if changed_ns > begun_ns:
+            raise ValueError(f"{place} was changed as the engine started: start it again")
 
 
 def _weight_files(path: Path, *, with_code: bool) -> Iterator[Path]:

@@ -30,6 +30,7 @@ SECRET_SEED_ALGORITHMS = frozenset({"xxhash", "xxhash_cbor"})  # vLLM draws one 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_HASH_SEED = "vllm-none-hash"
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
+TIME_DIGITS = 19  # of the nanoseconds since 1970, till 2286
 POOLING_TYPES = ("seq_pooling_type", "tok_pooling_type")  # of vLLM's pooler
 NO_HANDSHAKE = (
     "not every rank has told its layout; under MultiConnector name KvdConnector first, because"
@@ -228,9 +229,16 @@ def _weights(vllm_config: Any, options: KvdOptions) -> tuple[str, str]:
     if draft is not None and getattr(draft, "model", target.model) != target.model:
         own = getattr(speculative, "draft_load_config", None)
         models.append((draft, own or vllm_config.load_config))
-    found = [name_weights(model, load) for model, load in models]
+    begun_ns = _begun_ns(vllm_config)
+    found = [name_weights(model, load, begun_ns) for model, load in models]
     problem = next((weights.problem for weights in found if weights.problem), "")
     return " ".join(weights.name for weights in found), problem and f"{problem}; set weights_id"
+
+
+def _begun_ns(vllm_config: Any) -> int | None:
+    """When vLLM made its configuration, after which it loads weights: it calls itself by that."""
+    number = str(vllm_config.instance_id).split("_", maxsplit=1)[0]
+    return int(number) if number.isdecimal() and len(number) >= TIME_DIGITS else None
 
 
 def _kv_dtype(vllm_config: Any, offloading_config: Any) -> str:
