@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import HITS, LENGTH, WHOLE, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
@@ -38,3 +40,22 @@ def test_an_engine_loads_from_kvd_beside_another_connector(
     assert rank.bytes_stored > 0
     wait_until(lambda: kvd.bytes_loaded() == [rank.bytes_stored])  # all of it came from kvd
     engine.end()
+
+
+@pytest.mark.parametrize(
+    ("outer", "fix"),
+    [
+        ({"kv_role": "kv_both"}, '"kv_load_failure_policy":"recompute"'),  # vLLM's default is fail
+        (
+            {"kv_role": "kv_producer", "kv_load_failure_policy": "recompute"},
+            '"kv_role":"kv_both"',
+        ),
+    ],
+)
+def test_an_outer_configuration_that_cannot_work_is_refused_at_the_start(
+    start_engine: StartEngine, kvd: NodeDaemon, outer: dict[str, str], fix: str
+) -> None:
+    inner = {"connectors": [with_kvd(kvd.socket)["kv_transfer_config"]]}
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": inner, **outer}
+    with pytest.raises(AssertionError, match=f"ValueError: .*{fix}"):
+        start_engine(kv_transfer_config=both)

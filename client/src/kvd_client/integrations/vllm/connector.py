@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -31,6 +32,7 @@ from kvd_client.integrations.vllm.events import DeviceResets, KvEvents
 from kvd_client.integrations.vllm.identity.namespace import (
     build_namespace,
     check_config,
+    check_transfer,
     engine_identity,
 )
 from kvd_client.integrations.vllm.metadata import RankHandshake
@@ -66,6 +68,7 @@ class KvdConnector(OffloadingConnector):
         is_ours = choose_spec(vllm_config)
         if is_ours:
             check_config(vllm_config)
+            _check_engines_own()
             check_step_order(vllm_config, kv_cache_config)
             check_sleep(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -205,3 +208,14 @@ def choose_spec(vllm_config: VllmConfig) -> bool:
         log.warning("kvd: sync_load_budget_bytes is set to 0: a load in the step can't fail safely")
     extra_config["sync_load_budget_bytes"] = 0
     return True
+
+
+def _check_engines_own() -> None:
+    """Raise ValueError where vLLM itself is configured otherwise than this connector's part says.
+
+    So it may be under MultiConnector. VLLM sets its configuration as the ranks begin; where it
+    does not, nothing is known.
+    """
+    outer = get_current_vllm_config_or_none()
+    if outer is not None and outer.kv_transfer_config is not None:
+        check_transfer(outer.kv_transfer_config)

@@ -86,17 +86,7 @@ def check_config(vllm_config: Any) -> None:
     """Raise ValueError for a configuration that can't work with kvd; it says what to change."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     KvdOptions.from_extra_config(transfer.kv_connector_extra_config)
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ValueError(
-            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a request would fail'
-            ' whenever the daemon is away. Set "kv_load_failure_policy":"recompute" in'
-            " --kv-transfer-config (under MultiConnector there and in this connector's own part)"
-        )
-    if not transfer.is_kv_consumer:
-        raise ValueError(
-            'kv_role is "kv_producer": vLLM would not keep blocks from being used again under a'
-            ' load. Set "kv_role":"kv_both" in --kv-transfer-config'
-        )
+    check_transfer(transfer)
     if parallel.nnodes > 1 and parallel.nnodes_within_dp > 1:
         raise ValueError(
             f"one engine's ranks lie on {parallel.nnodes_within_dp} nodes, and kvd serves one."
@@ -110,6 +100,26 @@ def check_config(vllm_config: Any) -> None:
         layout.require_ordered_stores()
     except RuntimeError as error:
         raise ValueError(f"{error}: run the engine on such a machine, or without kvd") from error
+
+
+def check_transfer(transfer: Any) -> None:
+    """Raise ValueError for what vLLM's own side reads and kvd can't work with.
+
+    Under MultiConnector vLLM reads the outer configuration, and this connector is given its own
+    part: both must be right.
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a request would fail'
+            ' whenever the daemon is away. Set "kv_load_failure_policy":"recompute" in'
+            " --kv-transfer-config (under MultiConnector there and in this connector's own part)"
+        )
+    if not transfer.is_kv_consumer:
+        raise ValueError(
+            f'kv_role is "{transfer.kv_role}": vLLM would not keep blocks from being used again'
+            ' under a load. Set "kv_role":"kv_both" in --kv-transfer-config (under MultiConnector'
+            " there and in this connector's own part)"
+        )
 
 
 def _check_pooling(model_config: Any) -> None:
