@@ -10,7 +10,7 @@ import pytest
 from kvd_client.integrations.sglang import namespace
 from tests.sglang.conftest import StartRank
 from tests.sglang.prompts import PAGES, keys, prompt
-from tests.sglang.rig import PAGE_TOKENS, Rank, extra_config, parallel
+from tests.sglang.rig import PAGE_TOKENS, Rank, extra_config, mla_device_pool, parallel
 
 
 def store(rank: Rank, number: int) -> None:
@@ -43,6 +43,21 @@ def test_ranks_of_one_start_meet_after_a_clear_and_other_starts_do_not(
     monkeypatch.setattr(namespace, "server_arguments", lambda: started_with(**other))
     clear(ranks[1])
     assert ranks[1].backend.batch_exists(keys(number)) == (0 if other else PAGES)
+
+
+def test_the_next_start_by_the_same_process_finds_nothing_that_was_kept_unshared(
+    start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of MLA pages there is one copy for all ranks of a start, and it outlives them."""
+    monkeypatch.setattr(namespace, "server_arguments", started_with)
+    found: list[int] = []
+    for run in ("first", "first", "second"):
+        monkeypatch.setenv("SGLANG_RUN_ID", run)  # as SGLang does at each start
+        rank = start_rank(device_pool=mla_device_pool(), options={"unshared": True})
+        if not found:
+            store(rank, 50)
+        found.append(rank.backend.batch_exists(keys(50)))
+    assert found == [PAGES, PAGES, 0]
 
 
 def test_a_backend_that_is_attached_anew_finds_nothing_of_before_the_clear(

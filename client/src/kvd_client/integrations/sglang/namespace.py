@@ -77,6 +77,7 @@ WEIGHTS_ARGUMENTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_
 
 # And of those that tell one start from another, alike on all of its ranks on this machine.
 STARTING_ARGUMENTS = ("random_seed", "port", "nccl_port", "dist_init_addr", "base_gpu_id")
+RUN_VARIABLE = "SGLANG_RUN_ID"  # which SGLang sets anew at each start, before its ranks begin
 
 
 class ModelFiles(NamedTuple):
@@ -180,8 +181,8 @@ def _replica() -> str:
 def launch_id() -> str:
     """The same for all ranks of one start of an engine on this machine, and for no other.
 
-    Ranks are children of one process, which may start several engines: SGLang draws a seed for
-    each, and those that run side by side have different ports or devices.
+    Ranks are children of one process, which may start several engines, also one after the other
+    with the same arguments: SGLang gives each start a name of its own.
     """
     parent, arguments = os.getppid(), server_arguments()
     try:
@@ -190,7 +191,7 @@ def launch_id() -> str:
     except (OSError, IndexError):
         began = boot = ""
     own = [str(getattr(arguments, name, None)) for name in STARTING_ARGUMENTS]
-    return digest_of([boot, parent, began, own])
+    return digest_of([boot, parent, began, os.environ.get(RUN_VARIABLE, ""), own])
 
 
 def server_arguments() -> Any:
