@@ -16,6 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvd.tiers.options import content_of, secret_of
 from kvd.tiers.sealing import record_bytes
@@ -51,6 +52,13 @@ class LoginRefused(TierError):
     reason = TierReason.REFUSED
 
 
+class Silence(NamedTuple):
+    """Why nothing is sent to a server, and what an operator should know of it."""
+
+    reason: TierReason
+    note: str
+
+
 class Servers:
     """Any thread may call. TierError says what a server or the way to it refused."""
 
@@ -61,7 +69,7 @@ class Servers:
         self._lines: set[Line] = set()
         self._slots = [NOBODY] * SLOTS
         self._homes: list[Home] = []  # that have slots
-        self._silent: set[Home] = set()
+        self._silent: dict[Home, Silence] = {}
         self._doubts: list[tuple[Home, Line]] = []
         self._said: dict[Home, str] = {}
         self._refusals: dict[Home, tuple[str, float]] = {}  # what each said last, and when
@@ -114,17 +122,19 @@ class Servers:
         return [*homes, *_without_slots(said)] if isinstance(said, bytes) else homes
 
     def require_answering(self, home: Home) -> None:
-        """TierError where it is known that nobody answers there."""
-        if home == NOBODY or home in self._silent:
-            raise TierError(f"{home or 'no server'} does not answer", TierReason.UNREACHABLE)
+        """TierError where it is known that nobody answers there, or lets us in."""
+        if home == NOBODY:
+            raise TierError("no server answers", TierReason.UNREACHABLE)
+        if (silence := self._silent.get(home)) is not None:
+            raise TierError(silence.note, silence.reason)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What an operator should know."""
-        notes = [f"{home} does not answer" for home in sorted(self._silent)]
+        notes = [silence.note for _, silence in sorted(self._silent.items())]
         since = time.monotonic() - REFUSAL_NOTED_S
         for home, (said, at) in sorted(self._refusals.items()):
-            if at >= since and home in self._homes:
+            if at >= since and home in self._homes and home not in self._silent:
                 notes.append(f"{home} refuses: {said}")
         if not self._homes:
             notes.append("no server answers")
@@ -240,7 +250,7 @@ class Servers:
                     continue  # the server has ended a line that was idle
                 is_late = isinstance(error, TimeoutError)
                 if not is_late or seconds >= self._options.request_timeout_seconds:
-                    self._fall_silent(home, str(error))
+                    self._fall_silent(home, str(error), TierReason.UNREACHABLE)
                     self._wake.set()
                 if is_late:
                     raise TierTimeout(f"{home}: {error}") from None
@@ -272,9 +282,12 @@ class Servers:
         if is_due:
             log.warning("%s refuses: %s", home, said)
 
-    def _fall_silent(self, home: Home, why: str) -> None:
+    def _fall_silent(self, home: Home, why: str, reason: TierReason) -> None:
         if home in self._homes:
-            self._silent.add(home)
+            why = why.removeprefix(f"{home}: ")
+            is_away = reason is TierReason.UNREACHABLE
+            note = f"{home} does not answer" if is_away else f"{home} can't be asked: {why}"
+            self._silent[home] = Silence(reason, note)
             self._say(home, why)
 
     # -- lines --------------------------------------------------------------------------------
@@ -291,7 +304,7 @@ class Servers:
         except TierTimeout:
             raise
         except TierError as error:
-            self._fall_silent(home, str(error))
+            self._fall_silent(home, str(error), error.reason)
             raise
         with self._lock:
             self._lines.add(line)
@@ -391,7 +404,7 @@ class Servers:
             self.was_emptied |= is_another or keys_of(said) * EMPTIED < keys_of(before)
         self.told[home] = said
         if said.get("loading", "0") == "0":
-            self._silent.discard(home)
+            self._silent.pop(home, None)
             self._said.pop(home, None)
 
     def _learn_slots(self, asked: Home) -> None:
@@ -406,7 +419,8 @@ class Servers:
         else:
             slots, homes = _slots_of(ranges, asked)
         self._slots, self._homes = slots, list(dict.fromkeys(homes))
-        self._silent.intersection_update(homes)
+        for home in set(self._silent).difference(homes):
+            self._silent.pop(home, None)
         self.told = {home: said for home, said in self.told.items() if home in homes}
 
     def _say(self, home: Home, why: str) -> None:
