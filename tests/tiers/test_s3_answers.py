@@ -97,6 +97,25 @@ class Page(Handler):
         self._answer()
 
 
+class Wordy(Handler):
+    """Refuses to take or give an object, and says why; there are none."""
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        is_list = "list-type" in self.path
+        said = b"<Error><Code>RequestTimeTooSkewed</Code><Message>No.</Message></Error>"
+        said = b'<?xml version="1.0" encoding="UTF-8"?>\n' + (b"<L></L>" if is_list else said)
+        self.send_response(200 if is_list else 403)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):
+            return self._answer
+        raise AttributeError(name)
+
+
 @pytest.fixture(autouse=True)
 def no_late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deletions wait for none of a process before."""
@@ -213,6 +232,19 @@ def test_who_is_refused_says_so_and_looks_whether_its_files_hold_other_credentia
     assert reason(of) is TierReason.REFUSED
     assert of.has(NAME)
     assert not of.problem
+
+
+def test_a_buckets_own_word_for_a_refusal_is_noted_and_said(
+    answering: Answering, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answering.RequestHandlerClass = Wordy
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    assert store.write([source(key(1), bytes(8))], soon()) == [Outcome.FAILED]
+    assert "refuses us: RequestTimeTooSkewed: " in str(store.usage().notes)
+    assert "refuses us: RequestTimeTooSkewed: " in caplog.text
+    assert read(store, key(1), 8)[0] is Outcome.FAILED
+    assert "refuses us: RequestTimeTooSkewed: " in str(store.usage().notes)
+    store.close()
 
 
 def test_files_are_not_read_for_each_refusal(

@@ -70,6 +70,7 @@ _BUSY = "the bucket asks for fewer requests (503, 429)"
 _REFUSALS = ("NoSuchBucket", "AccessDenied", "ExpiredToken")
 _NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # its word for what is wrong
 
 
 class Bucket:
@@ -398,8 +399,9 @@ def _had_no_answer(error: Exception) -> bool:
 
 
 def _translated(error: Exception) -> TierError:
-    said = _first_line(error)
     whole = str(error)
+    code = _CODE.search(whole)
+    said = f"{code[1]}: {_first_line(error)}" if code else _first_line(error)
     found = _STATUS.search(whole)  # names and ports have such numbers in them, too
     status = found[1] if found else ""
     refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
