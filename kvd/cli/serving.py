@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ from kvd.cli import last_words
 from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.cli.interrupts import ends_at_once
 from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
+
+WITHOUT_ASSERTS = (
+    "Python runs without assertions, by which a daemon ends rather than serve wrong bytes: unset"
+    " PYTHONOPTIMIZE, and leave out -O"
+)
 
 
 def _option(setting: Setting) -> click.Option:
@@ -35,6 +41,10 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
     if print_config:
         click.echo(config.as_toml(settings), nl=False)
         return 0
+    if sys.flags.optimize:
+        if check:
+            raise Failure(WITHOUT_ASSERTS, EXIT_MISUSED)
+        return last_words.end(WITHOUT_ASSERTS, EXIT_MISUSED, settings.log_format)
     if check:
         from kvd.cli.doctor.command import check_place  # noqa: PLC0415 - see below
 

@@ -283,3 +283,19 @@ def test_what_the_pools_file_system_lacks_is_found_by_the_check(
         assert check(*words, "on") == 3
         assert ("nr_inodes" if more else "enlarge it") in capsys.readouterr().out
         assert check(*words, "auto") == (3 if more else 0)
+
+
+@pytest.mark.parametrize("words", [[], ["--check"]])
+def test_a_python_without_assertions_runs_no_daemon(tmp_path: Path, words: list[str]) -> None:
+    flags = ["--pool-directory", str(tmp_path / "pool"), "--socket", str(tmp_path / "kvd.sock")]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvd", "serve", *flags, *words],
+        env=os.environ | {"PYTHONOPTIMIZE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "unset PYTHONOPTIMIZE" in done.stderr
+    assert list(tmp_path.iterdir()) == []
