@@ -25,6 +25,7 @@ if importlib.util.find_spec("helm_python") is None and not os.environ.get("CI"):
 import helm_python as helm  # noqa: E402 - only once it is known to be there
 import yaml  # noqa: E402
 
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 __all__ = ["chart", "helm", "objects", "pod", "settings"]  # tests of other values use them
 
 
@@ -141,6 +142,27 @@ def test_settings_and_tenants_of_the_values_reach_the_daemon(
 def test_a_wrong_value_is_refused(chart: helm.Chart, wrong: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmValuesError):
         chart.validate_schema(wrong)
+
+
+NULLS = [(name,) for name in DEFAULTS] + [
+    (outer, inner) for outer, values in DEFAULTS.items() if isinstance(values, dict)
+    for inner in values
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", NULLS, ids=".".join)
+def test_a_key_with_nothing_below_it_renders_or_is_named(
+    chart: helm.Chart, path: tuple[str, ...]
+) -> None:
+    values: dict[str, Any] = {"engine": {"enabled": True}}
+    *outer, last = path
+    (values.setdefault(outer[0], {}) if outer else values)[last] = None
+    said = ""
+    try:
+        objects(chart, values)
+    except helm.HelmValuesError as refused:
+        said = str(refused)
+    assert not said or f"missing property '{last}'" in said
 
 
 @pytest.mark.parametrize(
