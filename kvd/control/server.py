@@ -245,7 +245,7 @@ class ControlServer:
             await self._server.stop(STOP_SECONDS)
             self._server = None
         self.common.departures.close()
-        if self._files:
+        if any(file.is_there() for file in self._files):  # else their directory may be gone, too
             async with alone_in(self._files[0].path.parent):
                 for file in self._files:
                     file.remove()

@@ -390,6 +390,17 @@ def test_a_signal_that_asks_for_an_end_gets_one_in_order(number: int) -> None:
         assert [p.name for p in running.directory.iterdir()] == ["log"]
 
 
+def test_a_daemon_whose_sockets_directory_was_removed_stops_in_order() -> None:
+    with daemon() as running:
+        place = Path(running.socket).parent
+        moved = place.with_name(f"{place.name}-moved")
+        place.rename(moved)
+        try:
+            assert running.stop() == 0
+        finally:
+            moved.rename(place)
+
+
 def test_signals_without_a_meaning_leave_daemon_and_movers_alone() -> None:
     with daemon() as running:
         engine = RawEngine(running.socket, identity=identity("signalled"))
