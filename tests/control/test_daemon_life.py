@@ -441,12 +441,16 @@ def test_a_caller_without_rights_is_refused() -> None:
     if os.getuid() != 0:
         pytest.skip("needs root to become another user")
     script = """
-import os, sys
+import grpc, os, sys
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, refusal, RawScheduler, identity
 os.setgid(12345); os.setuid(12345)
 c = Caller(sys.argv[1])
 print(refusal(lambda: c.call(c.operator.Clear, operator_pb2.ClearRequest()))[0])
+try:
+    c.call(c.operator.Clear, operator_pb2.ClearRequest())
+except grpc.RpcError as error:
+    print("name the user in `operators`" in error.details())
 print([t.tenant for t in c.status().tenants])
 c.close()
 s = RawScheduler(sys.argv[1], identity=identity("foreign"))
@@ -464,8 +468,9 @@ s.close()
             check=False,
             timeout=30,
         )
-        assert told.stdout.split("\n")[:3] == [
+        assert told.stdout.split("\n")[:4] == [
             "PERMISSION_DENIED",
+            "True",
             "['default']",
             "True",
         ], told.stderr

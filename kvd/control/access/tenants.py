@@ -99,7 +99,11 @@ class TenantPolicy:
 
     def require_operator(self, peer: Peer) -> None:
         if not self.operates(peer):
-            raise PermissionDenied(f"uid {peer.uid} has no operator's rights", "uid")
+            raise PermissionDenied(
+                f"uid {peer.uid} has no operator's rights: name the user in `operators` of the"
+                " daemon's settings and reload them, or be the daemon's user",
+                "uid",
+            )
 
     def isolated(self, uid: int) -> bool:
         """True where no other tenant's processes run under this user or can pose as it."""
