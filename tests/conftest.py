@@ -27,6 +27,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "kvd")
 if os.environ.get("KVD_GPU") != "real":  # whose driver has files of its own there
     leaks.take_own_shared_memory()  # before anything is there
 
+# Two threads of PyTorch's in each of several processes wait for each other by spinning.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell's background jobs ignore these two, and so would all that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ it. Each environment that is asked for a second time has one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -21,6 +22,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -30,8 +33,13 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_BYTES = 1 << 17  # of an order: Linux takes up to 32 pages for one variable or argument
 KVD = "kvd"
 # What is imported beforehand, with all that is in it, for each module that may run.
-IMPORTED = {KVD: "kvd.cli", "tests.faults.probe_engine": "tests.client.small_engine"}
-MOST_FORKERS = 8  # 70 MiB each
+IMPORTED = {
+    KVD: "kvd.cli",
+    "tests.engine.forked_engine": "examples.engine",
+    "tests.faults.probe_engine": "tests.client.small_engine",
+}
+MOST_FORKERS = 10  # 70 MiB each; one with PyTorch 300
+MOST_DESCRIPTORS = 16  # that go with an order
 SECONDS = 60.0  # for a command that ends by itself
 # May differ between what forks and what is forked: nothing reads it.
 UNREAD = {"PYTEST_CURRENT_TEST"}
@@ -98,14 +106,16 @@ class Forker:
         environment: dict[str, str],
         streams: tuple[IO[bytes], IO[bytes], IO[bytes]],
         *,
+        inherited: Sequence[int] = (),
         own_session: bool = False,
     ) -> ForkedProcess:
         """The module and these words, with the same variables but for those that nobody reads."""
         reads, writes = os.pipe()
         told = os.fdopen(reads, "rb", buffering=0)
-        order = json.dumps([words, environment, str(Path.cwd()), own_session]).encode()
+        numbers = [0, 1, 2, *inherited]
+        order = json.dumps([words, environment, str(Path.cwd()), own_session, numbers]).encode()
         try:
-            given = [writes, *(stream.fileno() for stream in streams)]
+            given = [writes, *(stream.fileno() for stream in streams), *inherited]
             socket.send_fds(self._orders, [order], given)
         finally:
             os.close(writes)
@@ -136,22 +146,27 @@ def start(
     environment: dict[str, str],
     python: str = sys.executable,
     module: str = KVD,
+    inherited: Sequence[int] = (),
     own_session: bool = False,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """`python -m` and these words: forked where that makes no difference, else started.
 
-    `given` is what it reads; nothing without. The module is one of `IMPORTED`.
+    `given` is what it reads; nothing without. The module is one of `IMPORTED`. `inherited` are
+    descriptors beside the three streams, which it has under the same numbers.
     """
     with Path(os.devnull).open("rb") as nothing:
         streams = (given or nothing, output, errors)
         if forker := _forker_for(python, module, environment):
-            return forker.start(words, environment, streams, own_session=own_session)
+            return forker.start(
+                words, environment, streams, inherited=inherited, own_session=own_session
+            )
         return subprocess.Popen(
             [python, "-m", module, *words],
             env=environment,
             stdin=streams[0],
             stdout=output,
             stderr=errors,
+            pass_fds=inherited,
             start_new_session=own_session,
         )
 
@@ -174,7 +189,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def serve(orders: socket.socket) -> tuple[bytes, list[int]] | None:
     """Fork at each order, and tell of each end, until nobody orders.
 
-    Returns in what was forked, too: its order, and its three standard streams.
+    Returns in what was forked, too: its order, and its descriptors.
     """
     with selectors.DefaultSelector() as waits:
         waits.register(orders, selectors.EVENT_READ)
@@ -185,15 +200,15 @@ def serve(orders: socket.socket) -> tuple[bytes, list[int]] | None:
                     os.close(key.fd)
                     _tell_end(*key.data)
                     continue
-                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, 4)
+                order, received, _, _ = socket.recv_fds(orders, MOST_BYTES, MOST_DESCRIPTORS)
                 if not order:
                     return None
-                told, *streams = received
+                told, *given = received
                 if (pid := os.fork()) == 0:
                     orders.detach()
-                    return order, streams
-                for stream in streams:
-                    os.close(stream)
+                    return order, given
+                for each in given:
+                    os.close(each)
                 waits.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
                 orders.send(str(pid).encode())
 
@@ -205,17 +220,30 @@ def _tell_end(pid: int, told: int) -> None:
     os.close(told)
 
 
-def become(module: str, order: bytes, streams: list[int]) -> None:
+def become(module: str, order: bytes, given: list[int]) -> None:
     """Be what `python -m` is at the module's first line, as the order says, and run to its end."""
-    words, environment, folder, own_session = json.loads(order)
+    words, environment, folder, own_session, numbers = json.loads(order)
     if own_session:
         os.setsid()
     os.chdir(folder)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    beyond = [fcntl.fcntl(each, fcntl.F_DUPFD, max(numbers) + 1) for each in given]
+    for number, each in zip(numbers, beyond, strict=True):
+        os.dup2(each, number)
+    close_all_but(numbers)
     os.environ.clear()
     os.environ.update(environment)
+    run_as_main(module, words)
+
+
+def close_all_but(numbers: Iterable[int]) -> None:
+    """Every other descriptor of this process."""
+    for below, above in pairwise([-1, *sorted(numbers), os.sysconf("SC_OPEN_MAX")]):
+        if below + 1 < above:  # Python 3.11 takes 0 to 0 for all
+            os.closerange(below + 1, above)
+
+
+def run_as_main(module: str, words: Sequence[str]) -> None:
+    """What `python -m` does, but for the start of a Python."""
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
