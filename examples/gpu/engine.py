@@ -31,6 +31,7 @@ from kvd_client import (
 CONNECT_S = 120.0  # a mover's first start on a GPU imports its libraries and tries copies out
 REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 PATIENCE_S = 120.0
+PATIENT_S = 5.0  # with a daemon that does not answer, or says 'ask again'
 STEP_TOKENS = {"llama-8b": 4096, "tiny": 128}  # that one step computes at most: chunked prefill
 POLL_S = 0.0001
 STEP_S = 0.005  # how often an engine that only waits takes a step
@@ -63,10 +64,14 @@ class Engine:
         identity = EngineIdentity("demo-gpu", os.urandom(16))
         self._worker = Worker(socket, identity)
         self._worker.register(kv.memories, [kv.group])
-        self._connection = SchedulerConnection(socket, identity, namespace_of(shape))
-        # A demo waits for what is there, however busy the machine is. What the index page shows
-        # whole is loaded by its word, as vLLM's connector does it.
-        patient = SchedulerOptions(lookup_give_up_s=5.0, retry_deadline_s=5.0, trusts_page=True)
+        # A demo waits for what is there, however busy the machine is.
+        self._connection = SchedulerConnection(
+            socket, identity, namespace_of(shape), silent_after_s=PATIENT_S
+        )
+        # What the index page shows whole is loaded by its word, as vLLM's connector does it.
+        patient = SchedulerOptions(
+            lookup_give_up_s=PATIENT_S, retry_deadline_s=PATIENT_S, trusts_page=True
+        )
         self._scheduler = Scheduler(self._connection, patient)
         self._copied: dict[str, float] = {"bytes": 0, "seconds": 0}
         self._loads: set[int] = set()
