@@ -51,7 +51,7 @@ from kvd.pool.config import COMFORTABLE_EXTENTS, PoolError
 from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
 from kvd.processes import release
-from kvd.processes.complaints import NO_MORE_PROCESSES, finds_no_thread
+from kvd.processes.complaints import finds_no_thread, why_no_thread
 from kvd.runtime.driver import Driver
 from kvd.runtime.probes import native_probes
 from kvd.runtime.threads import NoThread, require_threads
@@ -423,7 +423,7 @@ def serve(config: Config, read: Callable[[], Config]) -> int:
     except RuntimeError as error:
         if not finds_no_thread(error):
             raise
-        log.critical("%s", NO_MORE_PROCESSES)
+        log.critical("%s", why_no_thread())
         made.remove()
         return EXIT_FAILED
 

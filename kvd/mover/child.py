@@ -36,7 +36,7 @@ from kvd.mover.rows import MappedRows
 from kvd.mover.transfers import TransferProgress, TransferQueue
 from kvd.processes import extras
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
-from kvd.processes.complaints import NO_MORE_PROCESSES, log_limited
+from kvd.processes.complaints import log_limited, why_no_thread
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd_proto.board import BoardRecord, BoardWriter
 from kvd_proto.layout import LANE_MOVER
@@ -408,7 +408,7 @@ def serve(control_fd: int, parent: int) -> None:
     try:
         mover.start()
     except RuntimeError:
-        why = f"the mover has no threads: {NO_MORE_PROCESSES}"
+        why = f"the mover has no threads: {why_no_thread()}"
         refusal = frames.Refusal(frames.NOT_STARTED, why, "")
         control.send(FrameKind.REFUSED, frames.pack_refusal(refusal))
         os._exit(EXIT_BROKEN)  # beside the threads that there are

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 
-# Why a process or thread could not be started, and the fix.
+# Why a process could not be started, and the fix.
 NO_MORE_PROCESSES = (
     "there are as many processes and threads as there may be: raise TasksMax of the service, the"
     " container's or pod's limit of pids, or LimitNPROC"
@@ -17,6 +18,17 @@ COMPLAINT_SECONDS = 60.0  # after that, one more in so long: such a process may 
 _said = 0
 _began = time.monotonic()
 _title = "mover"
+
+
+def why_no_thread() -> str:
+    """Why a thread could not be started, and the fix: its stack needs addresses, too."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return NO_MORE_PROCESSES
+    return (
+        f"this process may have {limit >> 20} MiB of addresses, and each thread takes some: raise"
+        f" LimitAS (ulimit -v), or else {NO_MORE_PROCESSES}"
+    )
 
 
 def finds_no_thread(error: Exception) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from kvd.processes.complaints import NO_MORE_PROCESSES
+from kvd.processes.complaints import why_no_thread
 
 # Of a daemon that serves nobody: all but gRPC's one for each processor, and a few for work.
 LEAST_THREADS = 12
@@ -38,7 +38,7 @@ def require_threads() -> None:
             begun.append(thread)
     except RuntimeError:
         raise NoThread(
-            f"a daemon needs {wanted} threads, and finds {len(begun)}: {NO_MORE_PROCESSES}"
+            f"a daemon needs {wanted} threads, and finds {len(begun)}: {why_no_thread()}"
         ) from None
     finally:
         may_end.set()
@@ -96,5 +96,5 @@ async def apart(work: Callable[[], Found]) -> Found:
     try:
         threading.Thread(target=run, name="kvd-apart", daemon=True).start()
     except RuntimeError:
-        raise NoThread(NO_MORE_PROCESSES) from None
+        raise NoThread(why_no_thread()) from None
     return await asyncio.wrap_future(found)

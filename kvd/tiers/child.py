@@ -25,7 +25,7 @@ from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.linux.proc import is_mounted
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
-from kvd.processes.complaints import NO_MORE_PROCESSES, finds_no_thread, introduce, log_limited
+from kvd.processes.complaints import finds_no_thread, introduce, log_limited, why_no_thread
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd.processes.mappings import Bytes
 from kvd.tiers import frames, sums
@@ -413,7 +413,7 @@ def _mounts_of(store: TierStore) -> tuple[str, ...]:
 
 
 def _no_threads() -> TierRefusal:
-    return TierRefusal(TierReason.UNUSABLE, "", f"it has no threads: {NO_MORE_PROCESSES}")
+    return TierRefusal(TierReason.UNUSABLE, "", f"it has no threads: {why_no_thread()}")
 
 
 def serve(control_fd: int, parent: int) -> None:

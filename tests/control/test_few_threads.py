@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 from kvd.control import memory_return
 from kvd.control.access import door
 from kvd.control.access.door import Door
-from kvd.runtime.threads import to_its_end
+from kvd.runtime.threads import NoThread, require_threads, to_its_end
 
 
 def _no_thread(_thread: threading.Thread) -> None:
@@ -44,6 +45,19 @@ async def test_work_that_found_no_thread_is_never_done(monkeypatch: pytest.Monke
     await to_its_end(done.append, "another, behind it")
     monkeypatch.undo()
     assert done == ["another, behind it"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "named"), [(resource.RLIM_INFINITY, False), (300 << 20, True)], ids=["any", "few"]
+)
+def test_who_finds_no_thread_is_told_of_addresses_where_those_are_limited(
+    no_more_threads: pytest.MonkeyPatch, limit: int, named: bool
+) -> None:
+    no_more_threads.setattr(resource, "getrlimit", lambda _which: (limit, limit))
+    with pytest.raises(NoThread, match="TasksMax") as told:
+        require_threads()
+    assert ("may have 300 MiB of addresses" in str(told.value)) is named
+    assert ("raise LimitAS (ulimit -v)" in str(told.value)) is named
 
 
 class TakesAndFails:
