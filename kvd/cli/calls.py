@@ -60,7 +60,7 @@ def said_plainly(place: str) -> Iterator[None]:
         yield
     except PermissionError:
         raise Failure(
-            f"this user may not open {place}.companion: be in the group that owns it, or root"
+            f"this user may not open {place}: be in the group that owns it, or root"
         ) from None
     except TimeoutError:
         raise Failure(

@@ -107,7 +107,7 @@ class Daemon:
         self._handle_signals()
         require_group(self.config.socket_group)
         make_directory(self.config.socket, self.config.socket_group)  # the pool takes its time
-        refuse_taken(self.config.companion_socket)
+        refuse_taken(self.config.socket, self.config.companion_socket)
         for path in (self.config.socket, self.config.companion_socket):
             require_bindable(path)
         warn_where_closed(self.config.socket, self.config.socket_group)

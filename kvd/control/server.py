@@ -173,7 +173,7 @@ class ControlServer:
         await self._say_health(health_pb2.HealthCheckResponse.SERVING)
         try:
             async with alone_in(place.socket.parent):
-                refuse_taken(place.companion)
+                refuse_taken(place.socket, place.companion)
                 self._bind(server, place)
         except (OSError, RuntimeError) as error:  # gRPC's is a RuntimeError
             raise OSError(

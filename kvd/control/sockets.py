@@ -33,7 +33,7 @@ class SocketTaken(Exception):
     """Another daemon answers on the socket."""
 
 
-def refuse_taken(companion: Path) -> None:
+def refuse_taken(socket_file: Path, companion: Path) -> None:
     """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's.
 
     OSError, with the setting to change, where this user may not even ask.
@@ -51,7 +51,9 @@ def refuse_taken(companion: Path) -> None:
                 f"uid {os.geteuid()} can't reach {companion} ({error.strerror}): give its directory"
                 " to the daemon's user, or choose another --socket"
             ) from error
-    raise SocketTaken(f"another daemon answers on {companion}; stop it or choose another --socket")
+    raise SocketTaken(
+        f"another daemon answers on {socket_file}; stop it or choose another --socket"
+    )
 
 
 @contextlib.asynccontextmanager

@@ -236,7 +236,7 @@ def test_a_second_daemon_on_the_same_socket_or_pool_is_refused(running: RunningD
     try:
         taken = kvd("serve", "--socket", running.socket, "--pool-directory", str(other), *size)
         assert taken.returncode == 1
-        assert "another daemon answers" in taken.stderr
+        assert f"another daemon answers on {running.socket};" in taken.stderr
     finally:
         subprocess.run(["rm", "-rf", str(other)], check=True)
 

@@ -117,7 +117,7 @@ def test_status_explains_a_socket_that_it_may_not_open(
     monkeypatch.setattr(status, "ask", denied)
     assert __main__.main(["status", "--socket", "/run/kvd/kvd.sock"]) == 1
     said = capsys.readouterr().err
-    assert "may not open" in said
+    assert "may not open /run/kvd/kvd.sock:" in said
     assert "no daemon answers" not in said
 
 

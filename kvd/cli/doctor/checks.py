@@ -189,7 +189,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
                     yield Diagnosis("socket", problem, "have it made, or choose another --socket")
             else:
                 require_place(Wanted("the socket's directory", directory))
-                refuse_taken(config.companion_socket)
+                refuse_taken(config.socket, config.companion_socket)
                 require_bindable(config.socket)
                 require_bindable(config.companion_socket)
             require_group(config.socket_group)
@@ -210,7 +210,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             "start it (systemctl start kvd), or name its socket (--socket, KVD_SOCKET, --config)",
         )
     elif not os.access(config.companion_socket, os.W_OK):
-        problem = f"this user may not open {config.companion_socket}, which is"
+        problem = f"this user may not open {config.socket}, which is"
         problem += f" {_owner(config.companion_socket)}"
         yield Diagnosis("socket", problem, "join that group (usermod -aG), or set socket_group")
     elif config.socket.exists() and not os.access(config.socket, os.W_OK):
@@ -231,7 +231,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
 def _is_answered(on: Subject) -> bool:
     """Whether a daemon answers on the socket that another is to have."""
     try:
-        refuse_taken(on.config.companion_socket)
+        refuse_taken(on.config.socket, on.config.companion_socket)
     except SocketTaken:
         return True
     except OSError:  # said of the socket
