@@ -116,6 +116,14 @@ def test_settings_and_tenants_of_the_values_reach_the_daemon(
         {"config": {"policy": "fifo"}},
         {"config": {"payload_checksums": "perhaps"}},
         {"metrics": {"port": 80}},
+        {"pool": {"sizeGiB": 1, "hostPath": "/x", "headroomGiB": 8192}},
+        {"engine": {"shmGiB": 8192}},
+        {"engine": {"replicas": 2**31}},
+        {"fullnameOverride": "Not_a name"},
+        {"nameOverride": "-kvd"},
+        {"probes": {"liveness": {"periodSecond": 10}}},
+        {"probes": {"liveness": {"successThreshold": 2}}},
+        {"probes": {"readiness": {"terminationGracePeriodSeconds": 5}}},
         {"replicaCount": 3},
         {"gpu": {"enabled": "yes"}},
         {"gpu": {"count": 1}},
@@ -324,6 +332,16 @@ def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
             {"cpu": "500m", "memory": "19Gi"},
         ),
         ({"limits": {"cpu": 0.5}}, {"cpu": 0.5, "memory": "19Gi"}, {"cpu": 0.5, "memory": "19Gi"}),
+        (
+            {"limits": {"cpu": "1k"}},
+            {"cpu": "1", "memory": "19Gi"},
+            {"cpu": "1k", "memory": "19Gi"},
+        ),
+        (
+            {"limits": {"cpu": "2e3m"}},
+            {"cpu": "1", "memory": "19Gi"},
+            {"cpu": "2e3m", "memory": "19Gi"},
+        ),
         ({"limits": {"memory": "9Gi"}}, {"cpu": "1", "memory": "9Gi"}, {"memory": "9Gi"}),
         ({"requests": {"memory": "40Gi"}}, {"cpu": "1", "memory": "40Gi"}, {"memory": "40Gi"}),
         (
@@ -338,6 +356,8 @@ def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
         "cpu limit",
         "low limit",
         "lower limit",
+        "thousands",
+        "exponent",
         "memory limit",
         "memory request",
         "both",
@@ -364,7 +384,7 @@ def test_resources_keep_the_claim_on_huge_pages(chart: helm.Chart) -> None:
         assert container["resources"][kind]["hugepages-2Mi"] == "64Gi"
 
 
-@pytest.mark.parametrize("extent", [None, "auto", "64MiB", 1 << 26])
+@pytest.mark.parametrize("extent", [None, "auto", "64MiB", "1.5GiB", "1GB", "0GiB", 1 << 26])
 def test_huge_pages_of_a_gibibyte_want_extents_as_large(
     chart: helm.Chart, extent: str | int | None
 ) -> None:
@@ -374,8 +394,13 @@ def test_huge_pages_of_a_gibibyte_want_extents_as_large(
     }
     with pytest.raises(helm.HelmError, match="set it to 1GiB"):
         objects(chart, values)
-    for good in ("1GiB", "2GiB", 1 << 30):
+    for good in ("1GiB", "2 GiB", "1024MiB", "1tib", "1.0GiB", 1 << 30):
         objects(chart, {**values, "config": {"extent_bytes": good}})
+
+
+def test_a_million_engines_are_a_whole_number(chart: helm.Chart) -> None:
+    engines = {"engine": {"enabled": True, "replicas": 10**6}}
+    assert "\n  replicas: 1000000\n" in "".join(chart.render(engines, name="demo").values())
 
 
 def test_a_pod_is_given_the_time_to_drain(chart: helm.Chart) -> None:

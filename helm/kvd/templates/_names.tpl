@@ -101,7 +101,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- /* The cluster would refuse the daemon's share of a processor above a limit that is less. */ -}}
 {{- with $capped.cpu -}}
 {{- $cpu := toString . -}}
-{{- $milli := ternary (float64 (trimSuffix "m" $cpu)) (mulf 1000 (float64 $cpu)) (hasSuffix "m" $cpu) -}}
+{{- $unit := regexFind "[A-Za-z]+$" $cpu -}}
+{{- $in := dict "" 1e3 "m" 1.0 "u" 1e-3 "n" 1e-6 -}}
+{{- $milli := mulf (ternary (get $in $unit) 1e6 (hasKey $in $unit)) (float64 (trimSuffix $unit $cpu)) -}}
 {{- if lt $milli 1000.0 -}}
 {{- $_ := set $requests "cpu" . -}}
 {{- end -}}
@@ -113,7 +115,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- /* What would render, and never run as it should. */ -}}
 {{- define "kvd.refuse" -}}
 {{- $extent := include "kvd.tomlValue" (default "auto" .Values.config.extent_bytes) | trimAll "\"" -}}
-{{- $whole := or (regexMatch "^[1-9][0-9]*GiB$" $extent) (and (regexMatch "^[0-9]+$" $extent) (eq (mod (int64 $extent) 1073741824) 0)) -}}
+{{- $units := dict "" 1.0 "b" 1.0 "kib" 1024.0 "mib" 1048576.0 "gib" 1073741824.0 "tib" 1099511627776.0 "kb" 1e3 "mb" 1e6 "gb" 1e9 "tb" 1e12 -}}
+{{- $unit := regexFind "[A-Za-z]*$" (trim $extent) | lower -}}
+{{- $pages := divf (mulf (float64 (regexFind "[0-9.]+" $extent)) (ternary (get $units $unit) 0.0 (hasKey $units $unit))) 1073741824.0 -}}
+{{- $whole := and (ge $pages 1.0) (eq $pages (floor $pages)) -}}
 {{- if and (eq .Values.pool.hugePages.size "1Gi") (not $whole) -}}
 {{- fail (printf "pool.hugePages.size is 1Gi: an extent must be whole huge pages, but config.extent_bytes is %s; set it to 1GiB" $extent) -}}
 {{- end -}}
