@@ -234,6 +234,9 @@ def _write_all(pipe: int, content: bytes) -> None:
         (line(hash_ids=[1, 2**63]), "field hash_ids"),
         (line(hash_ids=[1, 2, 1]), "field hash_ids: a block comes twice"),
         (line(hash_ids=list(range(16385))), "field hash_ids: 16385 blocks"),
+        (line(hash_ids=["1" * 10_000]), "field hash_ids: '1111"),
+        (line(hash_ids={"1": "1" * 10_000}), "field hash_ids: {"),
+        (line(timestamp=1e308), "field timestamp: 1"),
     ],
 )
 def test_bad_line_is_named_with_file_line_field_and_fix(
@@ -247,6 +250,7 @@ def test_bad_line_is_named_with_file_line_field_and_fix(
     assert str(error.value).startswith(f"{path}:3: ")
     assert field in str(error.value)
     assert "Fix: " in str(error.value)
+    assert len(str(error.value)) < len(str(path)) + 300
 
 
 def test_missing_empty_and_torn_traces_are_refused(tmp_path: Path) -> None:

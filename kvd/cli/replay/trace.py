@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown  # a line may have megabytes in one field
 from typing import IO, Any
 
 import numpy as np
@@ -121,14 +122,16 @@ def _number(fields: dict[str, Any], name: str, where: str) -> int:
     if type(value) is float and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise TraceError(f"{where}: field {name}: {value!r}. Fix: a whole number from 0 on")
+        raise TraceError(
+            f"{where}: field {name}: {shown(value)}. Fix: a whole number from 0 to 2**63 - 1"
+        )
     return value
 
 
 def _blocks(fields: dict[str, Any], where: str) -> BlockIds:
     value = _field(fields, "hash_ids", where)
     if not isinstance(value, list):
-        raise TraceError(f"{where}: field hash_ids: {value!r}. Fix: a list of block numbers")
+        raise TraceError(f"{where}: field hash_ids: {shown(value)}. Fix: a list of block numbers")
     if len(value) > MAX_BLOCKS:
         raise TraceError(
             f"{where}: field hash_ids: {len(value)} blocks. Fix: at most {MAX_BLOCKS} a request"
@@ -136,7 +139,7 @@ def _blocks(fields: dict[str, Any], where: str) -> BlockIds:
     for block in value:
         if type(block) is not int or not 0 <= block <= _MAX_NUMBER:
             raise TraceError(
-                f"{where}: field hash_ids: {block!r}. Fix: whole numbers from 0 to 2**63 - 1"
+                f"{where}: field hash_ids: {shown(block)}. Fix: whole numbers from 0 to 2**63 - 1"
             )
     if len(set(value)) != len(value):
         raise TraceError(
