@@ -15,7 +15,7 @@ from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 __all__ = ["memory"]  # a fixture
 
@@ -198,3 +198,39 @@ def test_an_interrupted_question_leaves_nothing_leased(
 
     wait_until(is_none_leased, "the lease's end")
     assert not memory.batches._connection._lookups._answers
+
+
+def test_an_interrupt_loses_no_end_that_another_thread_waits_for(
+    memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks takes the ends of all jobs, and may be interrupted before they are noted."""
+    hashes = keys(16, 4)
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    worker, loaded = memory.batches._worker, list[list[list[bool]]]()
+
+    def load() -> None:
+        loaded.append(memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))]))
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    wait_until(lambda: bool(memory.batches._jobs), "a load")
+    (theirs,) = memory.batches._jobs
+    original = worker.get_finished
+
+    def is_lost() -> bool:
+        return any(report.job_id == theirs for report in original().ended)
+
+    def interrupted() -> None:
+        monkeypatch.undo()
+        os.kill(mover, signal.SIGCONT)
+        wait_until(is_lost, "the end of the other thread's load")
+        raise Interrupted
+
+    with memory.batches._lock:
+        monkeypatch.setattr(worker, "get_finished", interrupted)
+        with pytest.raises(Interrupted):
+            memory.batches._take_ends()
+    loading.join(PATIENCE_SECONDS)
+    assert loaded == [[[False] * 4]], "it waits for an end that was lost"

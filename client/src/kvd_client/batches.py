@@ -488,11 +488,11 @@ class BlockBatches:
                 if are_stores:
                     self._worker.flush_step(StepPlan(flush=tuple(job_ids)))
                 self._take_ends()
-                touching = bool(self._worker.wait(job_ids, 0.0))
-                if not touching:
+                if not self._worker.wait(job_ids, 0.0):
                     self._end_requests(drafts)
                     for job_id in job_ids:
                         self._jobs.pop(job_id, None)
+                    touching = False
             with suppress(*_RAISED):
                 time.sleep(POLL_S)
 
@@ -577,12 +577,13 @@ class BlockBatches:
         while the last words of too many registrations are not taken.
         """
         now = time.monotonic()
-        for report in self._worker.get_finished().ended:
-            if report.job_id in self._jobs:
-                self._jobs[report.job_id].done = report.done and not report.left
-        for job_id, _ in self._connection.take_ended():
-            if job_id in self._jobs:
-                self._jobs[job_id].told_s = now
+        awaited = {job_id for job_id, job in self._jobs.items() if job.done is None}
+        ended = awaited - self._worker.wait(awaited, 0.0)
+        reports = {r.job_id: r.done and not r.left for r in self._worker.get_finished().ended}
+        for job_id in self._jobs.keys() & (ended | reports.keys()):
+            self._jobs[job_id].done = reports.get(job_id, False)  # a signal may have lost one
+        for job_id in self._jobs.keys() & {job_id for job_id, _ in self._connection.take_ended()}:
+            self._jobs[job_id].told_s = now
         session = self._connection.session
         lost = [
             job_id
