@@ -126,10 +126,11 @@ def test_however_many_lookups_wait_the_session_stays_and_steps_leave_between_the
 
 def test_lookups_leave_one_by_one_in_the_order_in_which_they_were_asked() -> None:
     calls = LookupCalls()
-    assert calls.start([query(b"a")], 0.0) == (1, True)
-    assert calls.start([query(b"b")], 0.0) == (2, False)  # goes along
+    assert calls.start([query(b"a")], 0.0) == 1
+    assert calls.start([query(b"b")], 0.0) == 2  # goes along
     calls.close_open()  # a step leaves
-    assert calls.start([query(b"c")], 0.0) == (3, False)  # of it the stream hears with the first
+    assert calls.is_leaving
+    assert calls.start([query(b"c")], 0.0) == 3  # of it the stream hears with the first
     first, others_wait = calls.leave()
     assert first is not None
     assert first.askers == [(1, 1), (2, 1)]
@@ -138,7 +139,8 @@ def test_lookups_leave_one_by_one_in_the_order_in_which_they_were_asked() -> Non
     assert second is not None
     assert second.askers == [(3, 1)]
     assert not others_wait
-    assert calls.start([query(b"d")], 0.0) == (4, True)
+    is_leaving = calls.is_leaving
+    assert not is_leaving, "the stream hears of the next one"
 
 
 def test_a_lookup_that_nobody_wants_any_more_lets_none_behind_it_leave_early() -> None:

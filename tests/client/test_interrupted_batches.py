@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from kvd.cli.status import ask
 from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
+from kvd_client.lookup_calls import SharedCall
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -22,6 +25,10 @@ __all__ = ["memory"]  # a fixture
 
 class Interrupted(Exception):
     """What a signal's handler raises."""
+
+
+class Waiting(deque[SharedCall]):
+    """One whose methods can be replaced."""
 
 
 @pytest.fixture
@@ -234,3 +241,30 @@ def test_an_interrupt_loses_no_end_that_another_thread_waits_for(
             memory.batches._take_ends()
     loading.join(PATIENCE_SECONDS)
     assert loaded == [[[False] * 4]], "it waits for an end that was lost"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("call", ["_put", "_lookups.start", "_lookups._waiting.append"])
+def test_after_an_interrupted_question_others_are_answered(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, call: str, begun: bool
+) -> None:
+    """What leaves next is told to the stream's writer once, until it has left."""
+    sought = [SoughtKeys(0, keys(17, 4))]
+    assert memory.batches.store([BlockRun(0, 0, sought[0].keys, range(4))]) == [True]
+    *path, name = f"batches._connection.{call}".split(".")
+    if name == "append":
+        monkeypatch.setattr(memory.batches._connection._lookups, "_waiting", Waiting())
+    owner = functools.reduce(getattr, path, memory)
+    original = getattr(owner, name)
+
+    def interrupted(*given: object) -> None:
+        if begun:
+            original(*given)
+        raise Interrupted
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Interrupted):
+        memory.batches.find(sought)
+    monkeypatch.setattr(owner, name, original)
+    for _ in range(2):
+        assert memory.batches.find(sought)[0].all()

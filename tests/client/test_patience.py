@@ -269,7 +269,7 @@ def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
     connection, clock = unthreaded(monkeypatch)
     lengths = []
     for _ in range(7):
-        call, _ = connection._lookups.start([], clock.now)
+        call = connection._lookups.start([], clock.now)
         clock.now += 4.0
         connection.doubt([call], lambda: 5.0)
         assert connection._silent_until <= clock.now, "it is worth waiting for"
@@ -296,7 +296,7 @@ def test_a_session_that_is_silent_for_the_first_time_takes_stores(
     connection._session = session
     for takes_stores in (True, False, False):
         assert connection.session is connection.open_session is session
-        call, _ = connection._lookups.start([], clock.now)
+        call = connection._lookups.start([], clock.now)
         clock.now += 1.0
         connection.doubt([call], lambda: 0.5)
         assert connection.session is None

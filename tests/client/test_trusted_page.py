@@ -160,7 +160,7 @@ def test_a_daemon_is_prompt_while_it_answers_and_was_heard_of_lately(tmp_path: P
         assert not connection.is_prompt(0.5, 60.0), "it was never heard of"
         connection._heard_s = time.monotonic()
         assert connection.is_prompt(600.0, 60.0)
-        call_id, _ = connection._lookups.start([], time.monotonic() - 61)
+        call_id = connection._lookups.start([], time.monotonic() - 61)
         assert connection.is_prompt(600.0, 600.0)
         assert not connection.is_prompt(600.0, 60.0)
         connection.give_up(call_id)

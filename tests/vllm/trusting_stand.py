@@ -140,7 +140,7 @@ def evicted(stand: Stand, between: Between, socket: str, _: int) -> dict[str, An
 
     def lose(queries: Any) -> int:
         connection.start_lookup = send
-        call_id, _ = calls.start(queries, time.monotonic())
+        call_id = calls.start(queries, time.monotonic())
         calls.leave()
         return int(call_id)
 

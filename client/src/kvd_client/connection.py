@@ -157,10 +157,10 @@ class SchedulerConnection:
             outgoing = self._outgoing
             if outgoing is None:
                 return 0
-            call_id, is_news = self._lookups.start(queries, time.monotonic())
-            if is_news and not self._put(partial(self._next_lookup, outgoing)):
+            lookups = self._lookups
+            if not lookups.is_leaving and not self._put(partial(self._next_lookup, outgoing)):
                 return 0
-        return call_id
+            return lookups.start(queries, time.monotonic())
 
     def _next_lookup(self, outgoing: SimpleQueue[Message | None]) -> bytes | None:
         """The message of the lookup that leaves now, on this stream; None: none does."""

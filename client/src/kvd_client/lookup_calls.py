@@ -58,19 +58,24 @@ class LookupCalls:
         self._sent: dict[int, SharedCall] = {}  # without a reply, those that wait included
         self._waiting: deque[SharedCall] = deque()  # to leave, in this order
         self._open: SharedCall | None = None  # the last of them, while it takes more along
-        self._is_leaving = False  # the stream was told that some wait
+        self.is_leaving = False  # the stream was told that some wait
 
-    def start(self, queries: Sequence[QueryDraft], now: float) -> tuple[int, bool]:
-        """A new call id, and whether the stream must be told that a call waits to leave."""
+    def start(self, queries: Sequence[QueryDraft], now: float) -> int:
+        """A new call id. Unless one `is_leaving`, the stream was told just before that some wait.
+
+        A signal's handler may raise at any call here: others still leave.
+        """
         self._last_call_id += 1
         call_id = self._last_call_id
         self._asked_s[call_id] = now
         if self._open is None or not self._open.add(call_id, queries):
-            self._open = self._sent[call_id] = SharedCall(call_id, now)
-            self._open.add(call_id, queries)
-            self._waiting.append(self._open)
-        is_news, self._is_leaving = not self._is_leaving, True
-        return call_id, is_news
+            call = SharedCall(call_id, now)
+            call.add(call_id, queries)
+            self._sent[call_id] = call
+            self._waiting.append(call)
+            self._open = call
+        self.is_leaving = True
+        return call_id
 
     def leave(self) -> tuple[SharedCall | None, bool]:
         """The call that is next to leave, and whether the stream must be told that others wait.
@@ -79,13 +84,13 @@ class LookupCalls:
         have been asked after a step that has not left yet.
         """
         call = self._waiting.popleft() if self._waiting else None
-        self._is_leaving = bool(self._waiting)
+        self.is_leaving = bool(self._waiting)
         if call is self._open:
             self._open = None
         if call is not None and not self.waits_for([call_id for call_id, _ in call.askers]):
             del self._sent[call.number]
             call = None
-        return call, self._is_leaving
+        return call, self.is_leaving
 
     def close_open(self) -> None:
         """What waits to leave takes nothing more along: it leaves, or another message follows."""
@@ -141,4 +146,4 @@ class LookupCalls:
         self._sent.clear()
         self._waiting.clear()
         self._open = None
-        self._is_leaving = False
+        self.is_leaving = False
