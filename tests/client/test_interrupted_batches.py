@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvd.cli.status import ask
-from kvd_client.batches import SoughtKeys
+from kvd_client.batches import BatchOptions, SoughtKeys
 from kvd_client.draft import BlockRun
 from kvd_client.lookup_calls import SharedCall
 from tests.client.test_batches import Memory, keys, leased, memory
@@ -268,3 +268,29 @@ def test_after_an_interrupted_question_others_are_answered(
     monkeypatch.setattr(owner, name, original)
     for _ in range(2):
         assert memory.batches.find(sought)[0].all()
+
+
+@pytest.mark.parametrize("call", ["_connection.send_step", "_answers._end"])
+def test_after_an_interrupted_step_the_daemon_hears_of_leases_that_have_ended(
+    memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The next step does: each renews all leases of whose end nobody tells."""
+    sought = [SoughtKeys(0, keys(18, 4))]
+    assert memory.batches.store([BlockRun(0, 0, sought[0].keys, range(4))]) == [True]
+    assert memory.batches.find(sought)[0].all()
+    memory.batches.options = BatchOptions(lease_s=0.0)
+    owner, name = call.split(".")
+
+    def interrupted(*_given: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(getattr(memory.batches, owner), name, interrupted)
+    with pytest.raises(Interrupted):
+        memory.batches.store([BlockRun(0, 0, keys(19, 1), [5])])
+    monkeypatch.undo()
+
+    def is_none_leased() -> bool:
+        memory.batches.store([BlockRun(0, 0, keys(19, 1), [5])])  # by a step
+        return ask(daemon.socket, 10.0).sessions[0].leases == 0
+
+    wait_until(is_none_leased, "the lease's end")

@@ -453,8 +453,10 @@ class BlockBatches:
 
     def _send_locked(self, step: StepDraft) -> bool:
         self._answers.end_old(self.options.lease_s)
-        step.finished, self._finished = self._finished, []
-        return self._connection.send_step(step)
+        step.finished = self._finished.copy()
+        is_sent = self._connection.send_step(step)
+        self._finished.clear()  # told twice rather than never, where a signal's handler raises
+        return is_sent
 
     def _see_through(
         self,

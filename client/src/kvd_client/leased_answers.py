@@ -82,8 +82,8 @@ class LeasedAnswers:
                     self._end_claim(claim)
 
     def _end_claim(self, claim: LeasedAnswer) -> None:
+        self._end(claim.request_id)  # first: a signal's handler may raise in between
         self._claims.pop(claim.request_id, None)
-        self._end(claim.request_id)
         for group, keys in claim.keys if claim.left else ():
             leased = self._leased[group]
             for key in keys:
