@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from kvd.tiers.options import secret_of
 from kvd.tiers.process import QueueBounds
 from kvd.tiers.store import TierUnusable
 from kvd_proto.limits import MAX_TIERS
+from tests import forked
 
 LEAST = '[[tiers]]\nname = "disk"\nstore = "site.disk:open"\n'
 WHOLE = """
@@ -185,9 +184,8 @@ def test_there_are_as_many_tiers_as_a_request_may_name(place: Path) -> None:
 
 def test_the_printed_configuration_shows_the_tiers(place: Path) -> None:
     place.write_text(LEAST)
-    command = [sys.executable, "-m", "kvd", "serve", "--config", str(place), "--print-config"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    assert 'name = "disk"' in shown.stdout
+    shown = forked.run("serve", "--config", str(place), "--print-config")
+    assert 'name = "disk"' in shown.stdout, shown.stderr
 
 
 def test_tiers_and_checksums_of_payloads_can_be_had_together(place: Path) -> None:
