@@ -579,3 +579,20 @@ def test_an_index_that_is_a_directory_is_set_aside(directory: Path) -> None:
     opened(directory).close()
     assert (directory / "index.sqlite.set-aside" / "full").is_dir()
     assert (directory / "index.sqlite").is_file()
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_an_index_that_can_not_be_set_aside_is_not_said_to_be(
+    directory: Path, caplog: pytest.LogCaptureFixture, *, is_plain: bool
+) -> None:
+    index = directory / "index.sqlite"
+    (directory / "index.sqlite.set-aside" / "full").mkdir(parents=True)
+    if is_plain:
+        index.write_bytes(b"no index" * 1000)
+    else:
+        index.unlink()
+        (index / "full").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(TierUnusable, match=r"^directories: .*set-aside.*: remove it"):
+            opened(directory)
+    assert "is set aside" not in caplog.text

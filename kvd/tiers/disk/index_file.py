@@ -108,9 +108,9 @@ class IndexFile:
                 raise TierUnusable(
                     f"{self._path} can't be opened ({error}): {_MORE_FILES}"
                 ) from error
-            log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
             try:
                 self.set_aside()
+                log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
                 known = self._read()
             except (OSError, sqlite3.Error) as again:
                 self.close()
