@@ -247,6 +247,31 @@ def test_a_buckets_own_word_for_a_refusal_is_noted_and_said(
     store.close()
 
 
+def test_a_buckets_own_word_is_heard_where_only_lookups_are_refused(
+    answering: Answering, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A HEAD is answered without a word."""
+    answering.RequestHandlerClass, answering.status = Wordy, 403
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    for _ in range(3):
+        with pytest.raises(TierError):
+            store.exists([key(1)], soon())
+        assert "refuses us: RequestTimeTooSkewed: " in str(store.usage().notes)
+    assert caplog.text.count("refuses us: RequestTimeTooSkewed: ") == 1
+    assert caplog.text.count("refuses us") == 2
+    store.close()
+
+
+def test_why_a_lookup_is_refused_is_asked_once_in_a_while(
+    answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HEAR_SECONDS", 60.0)
+    answering.RequestHandlerClass, answering.status = Curt, 403
+    of = bucket(answering.server_port, tmp_path)
+    assert [reason(of) for _ in range(5)] == [TierReason.REFUSED] * 5
+    assert answering.asked == 6
+
+
 def test_files_are_not_read_for_each_refusal(
     answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ a call.
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import re
 import secrets
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 1.0  # after a request without an answer
 RENEW_SECONDS = 1.0  # between two looks whether a refused bucket's files hold something else
+HEAR_SECONDS = 1.0  # between two questions why a HEAD is refused
 LOG_SECONDS = 60.0  # between two lines about what is wrong with it
 LISTED_AT_ONCE = 1000  # that are listed in one request
 REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
@@ -70,6 +72,7 @@ _BUSY = "the bucket asks for fewer requests (503, 429)"
 _REFUSALS = ("NoSuchBucket", "AccessDenied", "ExpiredToken")
 _NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
+_WORDLESS = "performing HEAD"  # it is answered without a word
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # its word for what is wrong
 
 
@@ -80,6 +83,8 @@ class Bucket:
         self._options = options
         self._lock = threading.Lock()
         self._quiet_until = self._renew_at = self._say_at = self._say_busy_at = 0.0
+        self._hear_at = 0.0
+        self._has_said_no_word = False  # the log's last line of a refusal
         self._pacing = Pacing()
         # Namespaces, and until when a write may happen; at first the prefix, which is above all:
         # what the process before this one had no answer to, nobody knows any more.
@@ -124,7 +129,21 @@ class Bucket:
             self._ask_for(obstore.head, name)
         except FileNotFoundError:
             return False
+        except TierError as error:
+            if error.reason is TierReason.REFUSED:
+                self._hear_why(name)
+            raise
         return True
+
+    def _hear_why(self, name: str) -> None:
+        """A HEAD of it was refused: a GET is told why, and `problem` has that then."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._hear_at:
+                return
+            self._hear_at = now + HEAR_SECONDS
+        with contextlib.suppress(TierError, FileNotFoundError):
+            self._ask_for(obstore.get_range, name, start=0, end=1)
 
     def write(self, name: str, block: TierBlock) -> Outcome:
         """DONE or DAMAGED; an object of parts of these lengths that is there already stays."""
@@ -273,13 +292,22 @@ class Bucket:
             if is_silent:
                 self._quiet_until = now + QUIET_SECONDS
             problem = f"{'does not answer' if is_silent else 'refuses us'}: {error}"
-            if not self.problem and now >= self._say_at:
+            has_word = not is_silent and _WORDLESS not in problem
+            is_due = not self.problem and now >= self._say_at
+            if is_due or (has_word and self._has_said_no_word):
                 self._say_at = now + LOG_SECONDS
+                self._has_said_no_word = not is_silent and not has_word
                 log.warning("the bucket %s %s", self._options.bucket, problem)
-            self.problem = problem
+            if is_silent or has_word or not self._has_its_word:
+                self.problem = problem
             if now >= self._renew_at:
                 self._renew_at = now + RENEW_SECONDS
                 self._renew()
+
+    @property
+    def _has_its_word(self) -> bool:
+        """Whether the problem is a refusal, in the bucket's own words."""
+        return self.problem.startswith("refuses us") and _WORDLESS not in self.problem
 
     def _slow_down(self, error: TierError, began: float) -> None:
         self._pacing.slow_down(began)
@@ -407,7 +435,7 @@ def _translated(error: Exception) -> TierError:
     refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
     refused = refused or status in ("401", "403")
     # A HEAD is answered without a word: its 400 is what other requests are told as ExpiredToken.
-    refused = refused or (status == "400" and "performing HEAD" in whole)
+    refused = refused or (status == "400" and _WORDLESS in whole)
     if refused or any(word in whole for word in _REFUSALS):
         return TierError(said, TierReason.REFUSED)
     if "InsufficientStorage" in whole or status == "507":
