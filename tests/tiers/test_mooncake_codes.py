@@ -139,13 +139,15 @@ def test_a_write_is_judged_key_by_key(
     assert len(library.values) == 2
 
 
-def test_a_lease_that_was_too_short_is_told_with_what_to_change(
-    library: FakeLibrary, kept: MooncakeStore
+def test_a_lease_that_was_too_short_is_told_for_a_while_with_what_to_change(
+    library: FakeLibrary, kept: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(kept, [1])
     fault_of(library, "get", {1: codes.LEASE_EXPIRED})
     assert read(kept, key(1))[0] is Outcome.FAILED
     assert any("--default_kv_lease_ttl" in note for note in kept.usage().notes)
+    monkeypatch.setattr(store, "NOTED_S", 0.0)
+    assert kept.usage().notes == ()
 
 
 def test_a_block_that_finds_no_room_is_tried_again_while_mooncake_evicts(

@@ -57,6 +57,7 @@ REMOVE_AGAIN_S = 0.02
 # Blocks with parts up to this go as one stretch of memory each, for a copy of them. By RDMA a
 # second stretch costs little.
 STAGED_PART_BYTES = {"tcp": 256 << 10, "rdma": 16 << 10}
+NOTED_S = 10.0  # since it happened the last time
 _LEASE_NOTE = "reads took longer than their lease: raise --default_kv_lease_ttl of the master"
 _ROOM_NOTE = "blocks found no room: there is no node, or all it holds is being read"
 _MASTER_NOTE = "the master does not answer"
@@ -78,7 +79,7 @@ class MooncakeStore:
         self._options = MooncakeOptions.of(options)
         self._client = connect(self._options)
         self._errors: Counter[TierReason] = Counter()
-        self._notes: dict[str, None] = {}
+        self._notes: dict[str, float] = {}  # and when each was true the last time
         self._lock = threading.Lock()
         self._is_closed = False
         self._writes = WritesUnderWay()
@@ -170,8 +171,10 @@ class MooncakeStore:
                     raise TierError(f"scopes can't be deleted now (code {removed})", reason)
 
     def usage(self) -> TierUsage:
+        since = time.monotonic() - NOTED_S
         with self._lock:
-            errors, notes = dict(self._errors), list(self._notes)
+            errors = dict(self._errors)
+            notes = [note for note, at in self._notes.items() if at >= since]
         if not self._client.has_master:
             notes.append(_MASTER_NOTE)
         return TierUsage(0, 0, 0, 0, errors, tuple(notes))
@@ -221,7 +224,7 @@ class MooncakeStore:
 
     def _note(self, note: str) -> None:
         with self._lock:
-            self._notes[note] = None
+            self._notes[note] = time.monotonic()
 
     def _in_pieces(
         self,
