@@ -62,6 +62,7 @@ LATE_S = 5.0
 UNMAP_S = 3.0  # to unmap a row that no copy uses: somebody waits for its memory
 LOOK_AGAIN_S = 0.25  # before that, lest control itself was late and its answer is here already
 USAGE_S = 1.0  # between two looks at how a tier fares
+NOTES_S = 10.0  # likewise while it has notes, and nothing is asked of it
 LEFT_S = 0.02  # between two questions what has left its store
 
 
@@ -156,9 +157,11 @@ class TierProcess(OwnedProcess):
         self._given: dict[OrderId, _Given] = {}
         self._queued: Counter[TierFrame] = Counter()  # keys or blocks, by lane
         self._unmapping: dict[RowId, asyncio.TimerHandle] = {}
+        self._has_notes = False
         self._usages_due = 0  # at most: one is being told, and one is asked for
         self._next_look = 0.0  # at the usage
         self._look: asyncio.TimerHandle | None = None
+        self._look_at_notes: asyncio.TimerHandle | None = None
         self._names_left = False  # the store names what leaves it
         self._left_asked = False
         self._next_left = 0.0
@@ -314,7 +317,10 @@ class TierProcess(OwnedProcess):
                 self._hear_answer(frames.unpack_answer(body))
             case TierFrame.USAGE if self._usages_due:
                 self._usages_due -= 1
-                self._sink.usage_told(self.tier, frames.unpack_usage(body))
+                usage = frames.unpack_usage(body)
+                self._has_notes = bool(usage.notes)
+                self._sink.usage_told(self.tier, usage)
+                self._keep_notes_true()
             case TierFrame.ROW_UNMAPPED:
                 row = RowId(frames.unpack_number(body))
                 if row not in self._unmapping:
@@ -367,6 +373,16 @@ class TierProcess(OwnedProcess):
         self._next_look = self._loop.time() + USAGE_S
         self._write(TierFrame.ASK_USAGE)
 
+    def _keep_notes_true(self) -> None:
+        """Notes pass, also where no answer has it looked how the tier fares."""
+        if self._has_notes and self._look_at_notes is None and not self.ending:
+            self._look_at_notes = self._loop.call_later(NOTES_S, self._notes_are_old)
+
+    def _notes_are_old(self) -> None:
+        self._look_at_notes = None
+        self._look_at_usage()
+        self._keep_notes_true()
+
     # -- what has left ----------------------------------------------------------------------
 
     def _look_at_left(self) -> None:
@@ -410,10 +426,10 @@ class TierProcess(OwnedProcess):
         self._write(TierFrame.STOP)
 
     def _let_go(self) -> None:
-        for timer in (self._look, self._look_left):
+        for timer in (self._look, self._look_left, self._look_at_notes):
             if timer is not None:
                 timer.cancel()
-        self._look = self._look_left = None
+        self._look = self._look_left = self._look_at_notes = None
 
 
 _LANES = (TierFrame.EXISTS, TierFrame.READ, TierFrame.WRITE)

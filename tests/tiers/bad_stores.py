@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,18 @@ class KnowsHalf(_Store):
     ) -> Sequence[Found | bool]:
         found = super().exists(keys, deadline)
         return [Found.UNKNOWN if n % 2 else there for n, there in enumerate(found)]
+
+
+class NotesAWhile(_Store):
+    """Has a note when it is opened, and none a second later."""
+
+    def __init__(self, options: TierOptions) -> None:
+        super().__init__(options)
+        self._noted_until = time.monotonic() + 1.0
+
+    def usage(self) -> TierUsage:
+        notes = ("a server is away",) if time.monotonic() < self._noted_until else ()
+        return replace(super().usage(), notes=notes)
 
 
 class SaysDamaged(_Store):

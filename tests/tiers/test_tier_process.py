@@ -277,6 +277,16 @@ async def test_how_it_fares_is_told_when_it_has_changed_and_seldom() -> None:
         assert len(r.sink.usages) == told, "nothing had changed"
 
 
+@on_loop
+async def test_a_note_passes_though_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "NOTES_S", 0.2)
+    async with tier_rig() as r:
+        await r.start(BAD + "NotesAWhile")
+        await r.sink.until(lambda: r.sink.usages)
+        assert r.sink.usages[0].notes
+        await r.sink.until(lambda: not r.sink.usages[-1].notes)
+
+
 # -- bounds ---------------------------------------------------------------------------------------
 
 
