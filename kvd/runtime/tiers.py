@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from kvd.config.tiers import TierRule
+from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.events import Event
@@ -53,6 +54,8 @@ TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
 Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
 DOUBTED_AGAIN_S = 10.0  # between two doubts about all that a tier holds
 DELETE_AGAIN_S = 1.0  # after a tier could not delete all of it
+# Options of our stores that say how one is used: where these are others, it is the same store.
+_SAYS_HOW = re.compile(r"threads|calls|retries|replicas|\w+_(seconds|file)")
 SOON_S = 0.002  # that a lookup waits for a tier's answer, where the last one came as fast
 
 
@@ -173,7 +176,7 @@ class Tiers:
 
     def _bits(self, tier: TierId) -> int:
         rule = self._rules[tier]
-        return bits_of(rule.name, repr((rule.store, sorted(rule.options.items()))))
+        return bits_of(rule.name, _place_of(rule))
 
     @property
     def _shared_bits(self) -> int:
@@ -514,6 +517,14 @@ class Tiers:
             usage.blocks or self._is_shared(tier) for tier, usage in self.usage.items()
         )
         self._pool.set_below(holds_some=holds_some)
+
+
+def _place_of(rule: TierRule) -> str:
+    """Where its store is. Of a site's own nobody knows which options say that: all count."""
+    options = sorted(rule.options.items())
+    if rule.store in KINDS.values():
+        options = [each for each in options if not _SAYS_HOW.fullmatch(each[0])]
+    return repr((rule.store, options))
 
 
 def _namespace_name(fingerprint: str) -> bytes:

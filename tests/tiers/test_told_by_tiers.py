@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvd.config.tiers import TierRule
+from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeName, SearchId, TierId
@@ -151,6 +151,29 @@ async def test_a_shared_store_that_has_deleted_all_owes_no_namespace(
         for tier in (TierId(1), TIER):
             made.order_ended(tier, TierAnswer(each.order, OrderEnd.ANSWERED, np.array([])))
     assert generations.unsettled() == []
+    generations.close()
+
+
+@on_loop
+async def test_a_store_with_another_timeout_is_the_one_that_had_yet_to_delete(
+    tmp_path: Path,
+) -> None:
+    """Else it deletes all of the namespace once more when it has the former one again."""
+    generations = Generations(tmp_path / "generations.table")
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    name = module._namespace_name("7")
+
+    def told(**options: str | float) -> Tiers:
+        rule = TierRule("cold", KINDS["s3"], medium="REMOTE", options=options)
+        return Tiers([rule], pool, str, lambda _event: None, lambda: cast(Any, 1))
+
+    told(bucket="one", request_timeout_seconds=4.0).scopes_cleared(NamespaceId(7))
+    made = told(bucket="one", request_timeout_seconds=9.0)
+    made._settle(TIER, name)
+    assert generations.unsettled() == []
+    made.scopes_cleared(NamespaceId(7))
+    told(bucket="two")._settle(TIER, name)
+    assert generations.unsettled(), "it is another store"
     generations.close()
 
 
