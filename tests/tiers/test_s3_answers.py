@@ -37,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, Answering)
         self.server.asked += 1
         is_let_in = f"Credential={self.server.key}" in self.headers["Authorization"]
+        is_let_in = is_let_in and "x-amz-security-token" not in self.headers
         self.send_response(self.server.status if is_let_in else 403)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -270,6 +271,16 @@ def test_why_a_lookup_is_refused_is_asked_once_in_a_while(
     of = bucket(answering.server_port, tmp_path)
     assert [reason(of) for _ in range(5)] == [TierReason.REFUSED] * 5
     assert answering.asked == 6
+
+
+def test_a_session_token_of_the_environment_is_not_sent_with_a_files_keys(
+    answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another")
+    answering.status, answering.key = 200, "none/"
+    assert bucket(answering.server_port, tmp_path).has(NAME)
 
 
 def test_files_are_not_read_for_each_refusal(

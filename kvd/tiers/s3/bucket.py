@@ -352,12 +352,16 @@ class Bucket:
         }
         if options.endpoint:
             config["endpoint"] = options.endpoint.rstrip("/")
-        for option, name in (
-            ("access_key_file", "access_key_id"),
-            ("secret_key_file", "secret_access_key"),
-        ):
-            if option in self._secrets:
-                config[name] = self._secrets[option]
+        of_files: dict[str, Any] = {}
+        if "access_key_file" in self._secrets:
+            # A session token that the environment has beside keys of its own is none of theirs.
+            keys = {
+                "access_key_id": self._secrets["access_key_file"],
+                "secret_access_key": self._secrets["secret_key_file"],
+                "token": None,
+                "expires_at": None,
+            }
+            of_files["credential_provider"] = lambda: keys
         client: Any = {
             "timeout": timedelta(seconds=options.request_timeout_seconds),
             "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
@@ -370,7 +374,13 @@ class Bucket:
             "retry_timeout": timedelta(seconds=options.request_timeout_seconds),
         }
         try:
-            return Objects(options.bucket, config=config, client_options=client, retry_config=retry)
+            return Objects(
+                options.bucket,
+                config=config,
+                client_options=client,
+                retry_config=retry,
+                **of_files,
+            )
         except BaseError as error:
             raise TierUnusable(f"the client refuses the options: {_first_line(error)}") from None
 
