@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,9 +51,15 @@ def namespace_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamespaceOf
     model = weights(tmp_path / "model", b"the model's")
 
     def make(
-        options: HiCacheOptions = OPTIONS, pool: HostPool | None = None, **given: Any
+        options: HiCacheOptions = OPTIONS,
+        pool: HostPool | None = None,
+        *,
+        begun_s: float | None = None,
+        **given: Any,
     ) -> NamespaceFields:
         pool = pool or HostPool("kv", host_pool(device_pool))  # an engine that has just begun
+        run = f"sglang-run-{begun_s or time.time()}-7"  # as SGLang does at each start
+        monkeypatch.setenv(namespace.RUN_VARIABLE, run)
         arguments = SimpleNamespace(
             **{"model_path": model, "revision": None, "model_loader_extra_config": "{}"} | given
         )
@@ -121,6 +129,44 @@ def test_an_engine_that_is_attached_once_more_goes_on_with_the_files_that_it_rea
     next_start = namespace_of()
     assert next_start.weights_id != at_start.weights_id
     assert next_start.model_config_digest != at_start.model_config_digest
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_files_that_changed_after_the_engine_began_give_it_nothing_to_share(
+    namespace_of: NamespaceOf, tmp_path: Path, file: str
+) -> None:
+    """As where a backend is attached long after the model was loaded."""
+    (tmp_path / "model" / "config.json").write_text("{}")
+    time.sleep(0.05)  # the times of files are behind the clock's by a tick
+    begun_s = time.time()
+    assert not namespace_of(begun_s=begun_s).unshared
+    time.sleep(0.05)
+    (tmp_path / "model" / file).write_text("the next release's")
+    assert namespace_of(begun_s=begun_s).unshared
+    time.sleep(0.05)
+    assert not namespace_of().unshared, "the next start has a name"
+
+
+def test_settings_that_changed_after_the_engine_began_count_for_named_weights_too(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    time.sleep(0.05)
+    begun_s = time.time()
+    time.sleep(0.05)
+    (tmp_path / "model" / "model.safetensors").write_text("vouched for")
+    assert not namespace_of(NAMED_WEIGHTS, begun_s=begun_s).unshared
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert namespace_of(NAMED_WEIGHTS, begun_s=begun_s).unshared
+
+
+def test_an_engine_without_a_time_in_its_name_began_with_its_process(
+    namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under Ray. The process here wrote the model itself."""
+    assert not namespace_of().unshared
+    monkeypatch.setattr(namespace, "RUN_VARIABLE", "UNSET_BY_ALL")
+    monkeypatch.setattr(namespace, "RUN_NAME", re.compile("nothing"))
+    assert namespace_of().unshared
 
 
 def test_a_drafter_whose_files_say_otherwise_computes_otherwise(

@@ -58,6 +58,10 @@ SAMPLE_BYTES = 4096
 SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 
 
+class Changed(ValueError):
+    """What lies there now may not be what the engine read."""
+
+
 class WeightsName(NamedTuple):
     """`name` of the weights; where it can't be known it is empty and `problem` says why."""
 
@@ -99,16 +103,37 @@ def settings_digests(model_config: Any, load_config: Any) -> dict[str, str]:
     Of a model that lies nowhere here, nothing: then its weights have no name but a given one.
     """
     try:
-        path = _local_path(model_config.model, model_config, load_config)
-        root = path if path.is_dir() else path.parent
-        files = [
-            file
-            for file in sorted(root.iterdir())
-            if file.name.endswith(SETTINGS_SUFFIXES) and file.name not in OF_TOKENS
-        ]
+        files = _settings_files(model_config, load_config)
         return {file.name: content_digest(file) for file in files}
     except (OSError, ValueError):
         return {}
+
+
+def changed_settings(model_config: Any, load_config: Any, begun_ns: int) -> str:
+    """Why an engine may have read other settings than lie there now; empty where it has not.
+
+    Of a download of the hub's the files are brought, and do not change.
+    """
+    try:
+        files = _settings_files(model_config, load_config)
+        own = [file.absolute() for file in files if not _blob_of(file)]
+        for file in own:
+            _check_unchanged(file.parent, [file], begun_ns)
+    except Changed as change:
+        return str(change)
+    except (OSError, ValueError):
+        return ""
+    return ""
+
+
+def _settings_files(model_config: Any, load_config: Any) -> list[Path]:
+    path = _local_path(model_config.model, model_config, load_config)
+    root = path if path.is_dir() else path.parent
+    return [
+        file
+        for file in sorted(root.iterdir())
+        if file.name.endswith(SETTINGS_SUFFIXES) and file.name not in OF_TOKENS
+    ]
 
 
 def content_digest(file: Path) -> str:
@@ -181,7 +206,7 @@ def _name_path(path: Path, begun_ns: int | None, *, with_code: bool) -> str:
 
 
 def _check_unchanged(path: Path, files: list[Path], begun_ns: int) -> None:
-    """Raise ValueError where any of these changed since: the engine may have loaded other weights.
+    """Raise Changed where any of these changed since: the engine may have read others.
 
     The time of a change can't be set as that of the contents can, and a file or folder that was
     moved has it, too.
@@ -191,7 +216,7 @@ def _check_unchanged(path: Path, files: list[Path], begun_ns: int) -> None:
     times += [(each, each.stat().st_ctime_ns) for each in files]
     for place, changed_ns in times:
         if changed_ns > begun_ns:
-            raise ValueError(f"{place} was changed as the engine started: start it again")
+            raise Changed(f"{place} was changed as the engine started: start it again")
 
 
 def _weight_files(path: Path, *, with_code: bool) -> Iterator[Path]:

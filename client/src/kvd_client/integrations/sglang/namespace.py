@@ -11,7 +11,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
 from kvd_client.integrations.weights import (
     WeightsName,
+    changed_settings,
     content_digest,
     name_weights,
     settings_digests,
@@ -78,6 +81,7 @@ WEIGHTS_ARGUMENTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_
 # And of those that tell one start from another, alike on all of its ranks on this machine.
 STARTING_ARGUMENTS = ("random_seed", "port", "nccl_port", "dist_init_addr", "base_gpu_id")
 RUN_VARIABLE = "SGLANG_RUN_ID"  # which SGLang sets anew at each start, before its ranks begin
+RUN_NAME = re.compile(r"sglang-run-(?P<seconds>\d+(\.\d+)?)-")
 
 
 class ModelFiles(NamedTuple):
@@ -85,6 +89,7 @@ class ModelFiles(NamedTuple):
 
     weights: list[WeightsName]
     settings: list[dict[str, str]]
+    changed: list[str]  # why the engine may have read other settings than those
 
 
 _files_at_start: weakref.WeakKeyDictionary[Any, ModelFiles] = weakref.WeakKeyDictionary()
@@ -127,7 +132,7 @@ def build_namespace(
     arguments = server_arguments()
     files = _files(pools[0].pool, arguments)
     weights, doubts = _weights(files, options)
-    doubts += [*_doubts(arguments, options)]
+    doubts += [*files.changed[:1], *_doubts(arguments, options)]
     if doubts and not options.unshared:
         log.warning("kvd: this engine shares no pages, nor with its next start: %s", doubts)
     is_unshared = bool(doubts) or options.unshared
@@ -218,15 +223,29 @@ def _files(pool: Any, arguments: Any) -> ModelFiles:
     """As they were when the pool's first backend was made: an engine that a backend is attached to
     once more goes on with what it read at its start, whatever lies there by now."""
     if arguments is None:
-        return ModelFiles([], [])
+        return ModelFiles([], [], [])
     if pool not in _files_at_start:
-        models = list(_models(arguments))
+        models, begun_ns = list(_models(arguments)), _begun_ns()
         _files_at_start[pool] = ModelFiles(
-            [name_weights(*each) for each in models],
+            [name_weights(*each, begun_ns) for each in models],
             # Those of named weights may be edited, too.
             [settings_digests(*each) for each in models],
+            [problem for each in models if (problem := changed_settings(*each, begun_ns))],
         )
     return _files_at_start[pool]
+
+
+def _begun_ns() -> int:
+    """A time before this rank read its model's files.
+
+    SGLang names a start by its time; where it names none (Ray), it is when this process began.
+    """
+    named = RUN_NAME.match(os.environ.get(RUN_VARIABLE, ""))
+    if named is not None:
+        return int(float(named["seconds"]) * 1e9)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    began_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # since the machine did
+    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - began_ns)
 
 
 def _models(arguments: Any) -> Iterator[tuple[Any, Any]]:
