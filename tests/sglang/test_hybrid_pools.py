@@ -328,6 +328,18 @@ def test_a_hung_daemon_costs_one_deadline_not_one_for_each_namespace(
         backend.close()
 
 
+def test_a_transfer_of_no_pages_moves_none_and_is_no_error(
+    make_backend: MakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make_backend(
+        {PoolName.KV: host_pool(mha_device_pool()), PoolName.MAMBA: state_pool()}
+    )
+    nothing = PoolTransfer(name=PoolName.MAMBA, keys=None, host_indices=None)
+    assert backend.batch_set_v2([nothing]) == {PoolName.MAMBA: []}
+    assert backend.batch_get_v2([nothing]) == {PoolName.MAMBA: []}
+    assert not [line for line in caplog.messages if "are no pages of it" in line]
+
+
 def note_waits(batches: BlockBatches, awaited: list[BlockBatches]) -> None:
     """From here on, whoever waits for jobs is noted."""
     wait = batches._see_ends

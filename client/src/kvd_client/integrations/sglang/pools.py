@@ -101,6 +101,8 @@ class HostPool:
 
     def pages(self, host_indices: torch.Tensor | None, count: int) -> npt.NDArray[np.uint32] | None:
         """The numbers of the `count` pages that these indices are; None where they are none."""
+        if host_indices is None and not count:
+            return np.empty(0, dtype=np.uint32)
         if host_indices is None or host_indices.numel() != count * self.page_tokens:
             return None
         firsts = host_indices[:: self.page_tokens].numpy(force=True)
