@@ -75,6 +75,7 @@ def test_arguments_that_are_looked_at_are_sglangs() -> None:
         *namespace.SHAPING_ARGUMENTS,
         *namespace.WEIGHTS_ARGUMENTS,
         *namespace.STARTING_ARGUMENTS,
+        "weight_cache_mode",
     }
     assert looked_at <= known
 
@@ -167,6 +168,15 @@ def test_an_engine_without_a_time_in_its_name_began_with_its_process(
     monkeypatch.setattr(namespace, "RUN_VARIABLE", "UNSET_BY_ALL")
     monkeypatch.setattr(namespace, "RUN_NAME", re.compile("nothing"))
     assert namespace_of().unshared
+
+
+def test_weights_that_another_process_read_before_the_start_are_not_named_by_the_files(
+    namespace_of: NamespaceOf,
+) -> None:
+    """Of SGLang's weight cache daemon, which outlives engines."""
+    assert namespace_of(weight_cache_mode="client").unshared
+    assert not namespace_of(NAMED_WEIGHTS, weight_cache_mode="client").unshared
+    assert not namespace_of(weight_cache_mode="daemon").unshared, "that one is this start's own"
 
 
 def test_a_drafter_whose_files_say_otherwise_computes_otherwise(

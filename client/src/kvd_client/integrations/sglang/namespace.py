@@ -131,7 +131,7 @@ def build_namespace(
     """
     arguments = server_arguments()
     files = _files(pools[0].pool, arguments)
-    weights, doubts = _weights(files, options)
+    weights, doubts = _weights(arguments, files, options)
     doubts += [*files.changed[:1], *_doubts(arguments, options)]
     if doubts and not options.unshared:
         log.warning("kvd: this engine shares no pages, nor with its next start: %s", doubts)
@@ -209,12 +209,14 @@ def server_arguments() -> Any:
         return None
 
 
-def _weights(files: ModelFiles, options: HiCacheOptions) -> tuple[str, list[str]]:
+def _weights(arguments: Any, files: ModelFiles, options: HiCacheOptions) -> tuple[str, list[str]]:
     """What model, drafter and others are called, and why that can't be known."""
     if options.weights_id:
         return f"named:{options.weights_id}", []
     if not files.weights:
         return "", ["SGLang's arguments are not known here; set weights_id"]
+    if getattr(arguments, "weight_cache_mode", "off") == "client":
+        return "", ["a weight cache daemon may have read other files than these; set weights_id"]
     problems = [f"{each.problem}; set weights_id" for each in files.weights if each.problem]
     return " ".join(each.name for each in files.weights), problems[:1]
 
