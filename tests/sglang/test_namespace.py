@@ -11,8 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import (
+    ParallelContext,
+    RuntimeContext,
+    get_parallel,
+    publish,
+    use_context,
+)
 from sglang.srt.server_args import ServerArgs
 
 from kvd_client.identity import NamespaceFields
@@ -168,6 +175,48 @@ def test_an_engine_without_a_time_in_its_name_began_with_its_process(
     monkeypatch.setattr(namespace, "RUN_VARIABLE", "UNSET_BY_ALL")
     monkeypatch.setattr(namespace, "RUN_NAME", re.compile("nothing"))
     assert namespace_of().unshared
+
+
+def test_a_newer_commit_that_came_into_the_cache_does_not_name_what_was_loaded(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    """Another engine brought it while this one was running, before a backend was attached."""
+    repository = tmp_path / "models--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    for commit in ("a" * 40, "b" * 40):
+        blob = repository / "blobs" / commit
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        blob.write_text(commit)
+        (repository / "snapshots" / commit / "model.safetensors").symlink_to(blob)
+        (repository / "refs" / "main").write_text(commit)
+    given = {"model_path": "org/name", "download_dir": str(tmp_path)}
+    for commit, is_unshared in (("a" * 40, True), ("b" * 40, False)):
+        read = SimpleNamespace(hf_config=SimpleNamespace(_commit_hash=commit))
+        assert namespace_of(**given, _model_config=read).unshared == is_unshared
+
+
+@pytest.mark.parametrize("source", sorted(namespace.UPDATES))
+def test_an_engine_whose_weights_were_updated_has_no_name_for_them(
+    namespace_of: NamespaceOf, source: str
+) -> None:
+    """As SGLang's rank notes it, here before a backend is attached once more."""
+    pool = HostPool("kv", host_pool(mha_device_pool()))
+    with use_context(RuntimeContext(parallel=ParallelContext())):
+        context = publish(ServerArgs(model_path="dummy", device="cpu"), role="scheduler")
+        context.override("another", tokenizer_path="elsewhere")
+        assert not namespace_of(pool=pool).unshared
+        context.override(source, weight_version="2")
+        assert namespace_of(pool=pool).unshared
+        assert not namespace_of(NAMED_WEIGHTS, pool=pool).unshared
+
+
+def test_notes_of_updates_are_sglangs() -> None:
+    root = Path(runtime_context.__file__).parent
+    rooms = [root / room for room in ("managers", "model_executor")]
+    texts = [file.read_text() for room in rooms for file in room.glob("*.py")]
+    for source in namespace.UPDATES:
+        assert any(f'"{source}"' in text for text in texts)
 
 
 def test_weights_that_another_process_read_before_the_start_are_not_named_by_the_files(

@@ -81,6 +81,8 @@ WEIGHTS_ARGUMENTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_
 # And of those that tell one start from another, alike on all of its ranks on this machine.
 STARTING_ARGUMENTS = ("random_seed", "port", "nccl_port", "dist_init_addr", "base_gpu_id")
 RUN_VARIABLE = "SGLANG_RUN_ID"  # which SGLang sets anew at each start, before its ranks begin
+# Who of SGLang's notes that weights of a running engine have changed.
+UPDATES = frozenset({"model_runner.update_model_fields", "scheduler.weight_version"})
 RUN_NAME = re.compile(r"sglang-run-(?P<seconds>\d+(\.\d+)?)-")
 
 
@@ -217,6 +219,8 @@ def _weights(arguments: Any, files: ModelFiles, options: HiCacheOptions) -> tupl
         return "", ["SGLang's arguments are not known here; set weights_id"]
     if getattr(arguments, "weight_cache_mode", "off") == "client":
         return "", ["a weight cache daemon may have read other files than these; set weights_id"]
+    if _were_updated():
+        return "", ["weights were updated since the engine began; set weights_id"]
     problems = [f"{each.problem}; set weights_id" for each in files.weights if each.problem]
     return " ".join(each.name for each in files.weights), problems[:1]
 
@@ -264,11 +268,25 @@ def _models(arguments: Any) -> Iterator[tuple[Any, Any]]:
         model_loader_extra_config=_loader_settings(arguments),
         download_dir=getattr(arguments, "download_dir", None),
     )
-    for path, revision in named:
+    # The engine's own has the commit that it was read from.
+    read = getattr(getattr(arguments, "_model_config", None), "hf_config", None)
+    for number, (path, revision) in enumerate(named):
         where = SimpleNamespace(
-            model=str(path), revision=revision, trust_remote_code=trust_remote_code
+            model=str(path),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            hf_config=None if number else read,
         )
         yield where, how
+
+
+def _were_updated() -> bool:
+    try:
+        from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - of this release
+
+        return any(source in UPDATES for source, _ in get_context().overrides_log())
+    except (ImportError, AttributeError):
+        return False
 
 
 def _loader_settings(arguments: Any) -> Any:
