@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from kvd.core.model.state import State
 
 
+NO_SLOTS = np.empty(0, dtype=np.int64)
 VERIFIED_EVERY = 4  # checks: it looks at much the same, and takes half as long again
 _CHECKS = count()
 
@@ -45,8 +45,9 @@ def check(machine: Machine) -> None:
     state = machine.state
     _check_extents(state)
     for owner in state.classes.values():
-        _check_slots(state, owner)
-        _check_policy(state, owner)
+        by_state = _slots_by_state(state, owner)
+        _check_slots(state, owner, by_state)
+        _check_policy(state, owner, by_state)
     _check_absent(state)
     _check_pins(state)
     _check_hand_offs(state)
@@ -111,25 +112,17 @@ def _check_extents(state: State) -> None:
         assert row.mapped_by <= known, "a row waits for a mover that is gone"
 
 
-def _slots_in(state: State, owner: SizeClass, wanted: SlotState) -> Slots:
-    found = [
-        row.first_slot + np.flatnonzero(state.slots.state[row.span] == wanted)
-        for row in owner.rows.values()
-    ]
-    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+def _slots_by_state(state: State, owner: SizeClass) -> dict[SlotState, Slots]:
+    spans = sorted((row.span for row in owner.rows.values()), key=lambda span: span.start)
+    slots = np.concatenate([NO_SLOTS, *(np.arange(span.start, span.stop) for span in spans)])
+    states = state.slots.state[slots]
+    return {wanted: slots[states == wanted] for wanted in SlotState}
 
 
-def _check_slots(state: State, owner: SizeClass) -> None:
+def _check_slots(state: State, owner: SizeClass, by_state: dict[SlotState, Slots]) -> None:
     """I10: free + reserved + ready + quarantined = capacity, and the counts are true."""
-    free, reserved, ready, quarantined = (
-        _slots_in(state, owner, wanted)
-        for wanted in (
-            SlotState.FREE,
-            SlotState.RESERVED,
-            SlotState.READY,
-            SlotState.QUARANTINED,
-        )
-    )
+    free, reserved = by_state[SlotState.FREE], by_state[SlotState.RESERVED]
+    ready, quarantined = by_state[SlotState.READY], by_state[SlotState.QUARANTINED]
     assert owner.capacity == sum(row.slots for row in owner.rows.values()), "capacity is wrong"
     total = len(free) + len(reserved) + len(ready) + len(quarantined)
     assert total == owner.capacity, f"{total} slots have a state, {owner.capacity} exist"
@@ -164,12 +157,12 @@ def _check_absent(state: State) -> None:
     assert not state.slots.pins[absent].any(), "a slot without a row is pinned"
 
 
-def _check_policy(state: State, owner: SizeClass) -> None:
+def _check_policy(state: State, owner: SizeClass, by_state: dict[SlotState, Slots]) -> None:
     """I3: the policy orders what is READY, and what will be."""
     if state.recovered:
         return
     known = np.sort(owner.policy.coldest(owner.capacity + 1))
-    held = [_slots_in(state, owner, s) for s in (SlotState.READY, SlotState.RESERVED)]
+    held = [by_state[SlotState.READY], by_state[SlotState.RESERVED]]
     assert np.array_equal(known, np.sort(np.concatenate(held))), (
         "the policy knows other blocks than those ready and reserved"
     )
@@ -297,12 +290,11 @@ def _check_tallies(state: State) -> None:
 
 
 def _check_tally(tally: Tally, classes: Sequence[SizeClass]) -> None:
-    expected = Tally()
     for name in ("capacity", "reserved", "ready", "quarantined", "evictable"):
-        slots = sum(getattr(c, name) for c in classes)
-        setattr(expected, name, slots)
-        setattr(expected, f"{name}_bytes", sum(getattr(c, name) * c.block_bytes for c in classes))
-    assert astuple(tally) == astuple(expected), "a sum over size classes"
+        counts = [getattr(c, name) for c in classes]
+        assert getattr(tally, name) == sum(counts), "a sum over size classes"
+        nbytes = sum(count * c.block_bytes for count, c in zip(counts, classes, strict=True))
+        assert getattr(tally, f"{name}_bytes") == nbytes, "a sum over size classes"
 
 
 def _pieces(state: State) -> list[Piece]:
@@ -523,8 +515,10 @@ def _check_scopes(state: State) -> None:
         assert set(left) == cleared.pop(of, set()), "cleared scopes"
         doomed = 0
         for owner in namespace.classes:
-            scopes = state.slots.scopes[_slots_in(state, owner, SlotState.READY)]
-            doomed += int(np.count_nonzero(scopes < namespace.cleared_below))
+            for row in owner.rows.values():
+                ready = state.slots.state[row.span] == SlotState.READY
+                before = state.slots.scopes[row.span] < namespace.cleared_below
+                doomed += int(np.count_nonzero(ready & before))
         assert namespace.doomed == doomed, "blocks that were cleared"
     assert not live, "scopes of a namespace that is forgotten"
     assert not cleared, "cleared scopes of a namespace that is forgotten"

@@ -11,6 +11,7 @@ from tests.vllm.node_daemon import NodeDaemon, with_kvd
 from tests.waiting import wait_until
 
 
+@pytest.mark.slow
 def test_the_server_counts_its_hits_and_shares_its_blocks(
     start_with_kvd: StartEngine, kvd: NodeDaemon, plain: Plain, model: Path, tmp_path: Path
 ) -> None:

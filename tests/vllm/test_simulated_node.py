@@ -30,6 +30,7 @@ def run() -> list[str]:
     return worlds(0, SEEDS)
 
 
+@pytest.mark.slow
 def test_what_vllm_stores_and_loads_is_right_whatever_befalls_the_node(run: list[str]) -> None:
     stores, loads = map(int, re.findall(r"(\d+) stores, (\d+) loads", run[-1])[0])
     assert stores > 10 * SEEDS, run[-1]
