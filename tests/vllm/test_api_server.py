@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.vllm.api_server import ApiServer
 from tests.vllm.conftest import Plain, StartEngine, settings_of
 from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, QUERIES, WHOLE, prompt, tokens
