@@ -138,6 +138,9 @@ def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
     said = " ".join(found.problem + found.fix for found in faults(on))
     for wanted in ("9.9.9", "kvd undrain", "0 of 2 ranks", "it is full"):
         assert wanted in said
+    assert "workers" not in said  # who can't come in while it drains
+    status.state = "serving"
+    assert any("workers" in found.fix for found in faults(on))
 
 
 def test_what_a_library_that_is_missing_needs_is_told_whole(

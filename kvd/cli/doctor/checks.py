@@ -37,6 +37,9 @@ FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
 PIDFD_OF_PEERS = (6, 5)
 LEAST_PROCESSORS = 1.0
 NOT_LEASED_SHARE = 0.01  # of the blocks that were loaded: less is two who met for a moment
+LOOK_AT_WORKERS = (
+    "look at the engine's workers: each must reach the socket (their logs say why not)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +392,8 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
     status = on.status
     if status is None:
         return
-    if status.state == "draining":
+    is_draining = status.state == "draining"
+    if is_draining:
         yield Diagnosis("daemon", "it drains: it takes no work", "kvd undrain")
     for session in status.sessions:
         if not session.usable:
@@ -397,7 +401,7 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 "daemon",
                 f"session {session.session_id} of {session.engine_id} has {had}",
-                "look at the engine's workers: each must reach the socket (their logs say why not)",
+                "kvd undrain: while it drains no rank comes in" if is_draining else LOOK_AT_WORKERS,
             )
         for note in sorted({r.copier_note for r in session.ranks if r.copier_note}):
             yield Diagnosis("daemon", f"ranks of {session.engine_id} copy slower", note, False)
