@@ -234,6 +234,7 @@ def test_what_a_bucket_refuses_is_said_and_no_secret(
             for wrong in ("h:-1", "h:0", "h:65536", "h:x", "h:", ":1")
         ),
         ({"bucket": BUCKET, "access_key_file": "/a"}, "go together"),
+        ({"bucket": BUCKET, "session_token_file": "/a"}, "session_token_file: it goes with"),
         ({"bucket": BUCKET, "prefix": "a/b"}, "prefix: 'a/b' is not 1 to 64"),
         ({"bucket": BUCKET, "prefix": ".."}, "prefix: '..' is not 1 to 64"),
         ({"bucket": BUCKET, "threads": 0}, "threads: 0 is not a whole number from 1 to 256"),

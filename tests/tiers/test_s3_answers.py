@@ -30,6 +30,7 @@ class Answering(ThreadingHTTPServer):
     asked = 0
     statuses: dict[str, int] | None = None  # by name
     key = ""
+    token: str | None = None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -37,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         assert isinstance(self.server, Answering)
         self.server.asked += 1
         is_let_in = f"Credential={self.server.key}" in self.headers["Authorization"]
-        is_let_in = is_let_in and "x-amz-security-token" not in self.headers
+        is_let_in = is_let_in and self.headers["x-amz-security-token"] == self.server.token
         self.send_response(self.server.status if is_let_in else 403)
         self.send_header("Content-Length", "0")
         self.end_headers()
@@ -281,6 +282,23 @@ def test_a_session_token_of_the_environment_is_not_sent_with_a_files_keys(
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another")
     answering.status, answering.key = 200, "none/"
     assert bucket(answering.server_port, tmp_path).has(NAME)
+
+
+def test_temporary_keys_go_with_their_token_and_are_read_again_once_it_expires(
+    answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.0)
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    answering.status, answering.key, answering.token = 200, "none/", "first"
+    options = options_of(answering.server_port, tmp_path) | {"session_token_file": str(token)}
+    of = Bucket(S3Options.of(options))
+    assert of.has(NAME)
+    answering.token = "second"
+    assert reason(of) is TierReason.REFUSED
+    token.write_text("second\n")
+    assert reason(of) is TierReason.REFUSED  # which has the files read again
+    assert of.has(NAME)
 
 
 def test_files_are_not_read_for_each_refusal(

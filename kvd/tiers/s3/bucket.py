@@ -335,7 +335,7 @@ class Bucket:
     def _read_files(self) -> dict[str, str | bytes]:
         """What the files hold that options name, by option. TierUnusable."""
         found: dict[str, str | bytes] = {}
-        for option in ("access_key_file", "secret_key_file"):
+        for option in ("access_key_file", "secret_key_file", "session_token_file"):
             file = getattr(self._options, option)
             if file is not None:
                 found[option] = secret_of(option, file)
@@ -358,7 +358,7 @@ class Bucket:
             keys = {
                 "access_key_id": self._secrets["access_key_file"],
                 "secret_access_key": self._secrets["secret_key_file"],
-                "token": None,
+                "token": self._secrets.get("session_token_file"),
                 "expires_at": None,
             }
             of_files["credential_provider"] = lambda: keys

@@ -24,6 +24,7 @@ class S3Options:
     prefix: str = "kvd"
     access_key_file: Path | None = None
     secret_key_file: Path | None = None
+    session_token_file: Path | None = None
     ca_file: Path | None = None
     allow_http: bool = False
     virtual_hosted: bool = False
@@ -40,6 +41,11 @@ class S3Options:
             )
         if (self.access_key_file is None) != (self.secret_key_file is None):
             raise TierUnusable("access_key_file: it and secret_key_file go together")
+        if self.session_token_file is not None and self.access_key_file is None:
+            raise TierUnusable(
+                "session_token_file: it goes with the access_key_file and secret_key_file that are"
+                " temporary"
+            )
         if self.endpoint.startswith("http://") and not self.allow_http:
             raise TierUnusable(
                 "endpoint: blocks would travel unencrypted; set allow_http true, or use https"
@@ -69,6 +75,7 @@ _READERS: dict[str, Reader] = {
     ),
     "access_key_file": path,
     "secret_key_file": path,
+    "session_token_file": path,
     "ca_file": path,
     "allow_http": switch,
     "virtual_hosted": switch,
