@@ -94,7 +94,11 @@ def failures(cold: Run, warm: Run, block_tokens: int) -> list[str]:
         # A block that ends before the prompt's last token is loadable.
         expected = (warm.prompts[turn - 1] - 1) // block_tokens * block_tokens
         if answer.loaded != expected:
-            found.append(f"turn {turn}: {answer.loaded} tokens loaded, expected {expected}")
+            failed = answer.fields["failed_loads"]
+            found.append(
+                f"turn {turn}: {answer.loaded} tokens loaded, expected {expected}; {failed} loads"
+                " failed"
+            )
         wrong = [
             block_hash
             for block_hash, digest in answer.loaded_digests.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -118,4 +119,6 @@ class KvdOffload:
         return self._bytes_stored, self._bytes_loaded
 
     def close(self) -> None:
+        if self._scheduler.lookups_given_up:
+            print(f"engine: lookups given up: {self._scheduler.lookups_given_up}", file=sys.stderr)
         self._connection.close()

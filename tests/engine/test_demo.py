@@ -47,6 +47,7 @@ def run_of(loaded: int, output: list[int], digest: str) -> demo.Run:
     fields = {
         "computed": 33 - loaded,
         "loaded": loaded,
+        "failed_loads": 0,
         "hashes": ["a", "b"],
         "digests": [digest, "digest-b"],
         "loaded_blocks": list(range(loaded // 16)),
@@ -65,7 +66,7 @@ def test_a_right_run_has_no_failures() -> None:
     ("warm", "failure"),
     [
         (run_of(32, [1, 3], "digest-a"), "turn 1: the answer differs from the cold one"),
-        (run_of(16, [1, 2], "digest-a"), "turn 1: 16 tokens loaded, expected 32"),
+        (run_of(16, [1, 2], "digest-a"), "turn 1: 16 tokens loaded, expected 32; 0 loads failed"),
         (run_of(32, [1, 2], "digest-x"), "turn 1: 1 loaded blocks differ from the stored bytes"),
     ],
 )
