@@ -84,12 +84,19 @@ class CheckedMachine(Machine):
                 given_up.add(number)
 
     def _check_turn(self, order: act.GrantRow, needy: list[Claim], waiting: list[Claim]) -> None:
-        """What is free is for those who lack what is theirs by right, in their turn."""
+        """What is free is for those who lack what is theirs by right, in their payers' turns.
+
+        A payer whose claim has just been dropped has its turn yet, for another class of its own.
+        """
         taker = (order.namespace, order.group)
         if any(claim.owner.name == taker for claim in needy):
             return
         claims = self.state.claims.needy
-        left = [c.owner.name for c in waiting if claims.get(c.owner.name) is c]
+        payer = self.state.classes[taker].tenant
+        gone = (claims.get(c.owner.name) is not c and c.owner.tenant is payer for c in needy)
+        before = needy[: next((place for place, is_gone in enumerate(gone) if is_gone), None)]
+        still = [c for c in before if claims.get(c.owner.name) is c]
+        left = [c.owner.name for c in still if c in waiting]
         assert not left, f"row {order.row} is given to {taker}, and {left[0]} waits for one"
 
     def _check_guilt(self, order: act.KillMover) -> None:
