@@ -157,7 +157,6 @@ class TierProcess(OwnedProcess):
         self._given: dict[OrderId, _Given] = {}
         self._queued: Counter[TierFrame] = Counter()  # keys or blocks, by lane
         self._unmapping: dict[RowId, asyncio.TimerHandle] = {}
-        self._has_notes = False
         self._usages_due = 0  # at most: one is being told, and one is asked for
         self._next_look = 0.0  # at the usage
         self._look: asyncio.TimerHandle | None = None
@@ -318,9 +317,9 @@ class TierProcess(OwnedProcess):
             case TierFrame.USAGE if self._usages_due:
                 self._usages_due -= 1
                 usage = frames.unpack_usage(body)
-                self._has_notes = bool(usage.notes)
                 self._sink.usage_told(self.tier, usage)
-                self._keep_notes_true()
+                if usage.notes:
+                    self._look_at_notes_later()
             case TierFrame.ROW_UNMAPPED:
                 row = RowId(frames.unpack_number(body))
                 if row not in self._unmapping:
@@ -373,15 +372,14 @@ class TierProcess(OwnedProcess):
         self._next_look = self._loop.time() + USAGE_S
         self._write(TierFrame.ASK_USAGE)
 
-    def _keep_notes_true(self) -> None:
+    def _look_at_notes_later(self) -> None:
         """Notes pass, also where no answer has it looked how the tier fares."""
-        if self._has_notes and self._look_at_notes is None and not self.ending:
+        if self._look_at_notes is None and not self.ending:
             self._look_at_notes = self._loop.call_later(NOTES_S, self._notes_are_old)
 
     def _notes_are_old(self) -> None:
         self._look_at_notes = None
         self._look_at_usage()
-        self._keep_notes_true()
 
     # -- what has left ----------------------------------------------------------------------
 
