@@ -193,12 +193,17 @@ def launch_id() -> str:
     """
     parent, arguments = os.getppid(), server_arguments()
     try:
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        began = _start_ticks(parent)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except (OSError, IndexError):
         began = boot = ""
     own = [str(getattr(arguments, name, None)) for name in STARTING_ARGUMENTS]
     return digest_of([boot, parent, began, os.environ.get(RUN_VARIABLE, ""), own])
+
+
+def _start_ticks(pid: int) -> str:
+    """When a process began, in clock ticks since the machine did. OSError where it is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def server_arguments() -> Any:
@@ -249,7 +254,7 @@ def _begun_ns() -> int:
     named = RUN_NAME.match(os.environ.get(RUN_VARIABLE, ""))
     if named is not None:
         return int(float(named["seconds"]) * 1e9)
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = int(_start_ticks(os.getpid()))
     began_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")  # since the machine did
     return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - began_ns)
 
