@@ -39,6 +39,7 @@ from kvd_client.integrations.sglang.namespace import (
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool, holds_bytes
 from kvd_client.integrations.sglang.sequences import Sequences
+from kvd_client.integrations.sglang.weights import watch, watch_weights
 from kvd_client.scheduler.hits import Flags
 from kvd_client.worker import GroupLayout, SharedMemory
 
@@ -46,8 +47,18 @@ log = logging.getLogger(__name__)
 
 KV = str(PoolName.KV.value)
 DRAFT = str(PoolName.DRAFT.value)  # which the names of all pools of a drafter begin with
-# How often the engine that has this pool has cleared: the pool stays while backends come and go.
-_clears: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class EngineHistory:
+    """What the engine that has this pool has done: the pool stays while backends come and go."""
+
+    def __init__(self) -> None:
+        self.clears = 0
+        # By `weights_id`: how many changes of the weights came before it was first given.
+        self.changes_before: dict[str, int] = {}
+
+
+_histories: weakref.WeakKeyDictionary[Any, EngineHistory] = weakref.WeakKeyDictionary()
 
 
 class ServedPool:
@@ -77,6 +88,9 @@ class KvdHiCache(HiCacheStorage):
         self._is_anchor_logical = False
         self._is_complete = False
         self._lock = threading.Lock()
+        self._changes = watch.flushed_changes  # of the weights, before what is found and kept here
+        if problem := watch_weights():
+            log.warning("kvd: changes of the weights are not seen, clear after each: %s", problem)
 
     # -- pools ------------------------------------------------------------------------------
 
@@ -86,6 +100,8 @@ class KvdHiCache(HiCacheStorage):
         One that fails once all pools are known leaves it half attached, and no other is taken.
         """
         super().register_mem_pool_host(mem_pool_host)
+        history = _histories.setdefault(mem_pool_host, EngineHistory())
+        history.changes_before.setdefault(self.options.weights_id, watch.changes)
         self._is_anchor_logical = not holds_bytes(mem_pool_host)
         if not self._is_anchor_logical:
             HostPool(KV, mem_pool_host)
@@ -148,8 +164,8 @@ class KvdHiCache(HiCacheStorage):
             build_namespace(self.storage_config, pools, self.options, is_replicated=is_replicated),
             self.options.batch_options(),
         )
-        if clears := _clears.get(self.mem_pool_host, 0):
-            batches.reset(_epoch(clears))
+        if epoch := self._epoch():
+            batches.reset(epoch)
         self._opened.append(batches)
         memories: list[SharedMemory] = []
         groups: list[GroupLayout] = []
@@ -177,6 +193,8 @@ class KvdHiCache(HiCacheStorage):
     ) -> int:
         """How many pages are there, from the first on; they stay for a while."""
         place = self._places.get(KV)
+        if not self._is_open():
+            return 0
         if place is None:
             return len(keys) if self._is_anchor_logical and self._places else 0
         wanted = SoughtKeys(place.group, keys_of(keys), _before(extra_info))
@@ -190,6 +208,8 @@ class KvdHiCache(HiCacheStorage):
     ) -> PoolTransferResult:
         """The pages that every pool can restore, by the pools' own rules."""
         transfers = pool_transfers or []
+        if not self._is_open():
+            return PoolTransferResult(0, {}, [])
         hashes, first = keys_of(keys), _before(extra_info)
         questions: list[tuple[str, SoughtKeys]] = []
         if not self._is_anchor_logical:
@@ -283,6 +303,8 @@ class KvdHiCache(HiCacheStorage):
         """Of each transfer, which pages were moved. Pools of one namespace go together."""
         first = _before(extra_info)
         moved = [[False] * len(each.keys or ()) for each in transfers]
+        if not self._is_open():
+            return moved
         runs: dict[BlockBatches, list[tuple[int, BlockRun]]] = {}
         for number, transfer in enumerate(transfers):
             place = self._places.get(_name(transfer.name))
@@ -347,11 +369,38 @@ class KvdHiCache(HiCacheStorage):
         """Find nothing of what was stored by now; other engines' pages stay theirs."""
         if self.mem_pool_host is None:
             return True  # nothing was stored yet
-        clears = _clears.get(self.mem_pool_host, 0) + 1
-        _clears[self.mem_pool_host] = clears
+        _histories[self.mem_pool_host].clears += 1
         for batches in list(self._opened):
-            batches.reset(_epoch(clears))
+            batches.reset(self._epoch())
         return True
+
+    def _epoch(self) -> str:
+        """Where all ranks of this engine are after so many clears and changes of the weights."""
+        history = _histories[self.mem_pool_host]
+        changes = watch.changes - history.changes_before[self.options.weights_id]
+        if not history.clears and not changes:
+            return ""
+        own = f"-weights{changes}" if changes else ""
+        return f"sglang-{launch_id()}-{history.clears}{own}"
+
+    def _is_open(self) -> bool:
+        """Whether pages may be found and kept: not those of the weights before a change.
+
+        SGLang has them until it flushes. The first call after that takes the engine to an epoch
+        of its own.
+        """
+        if self._changes == watch.changes:
+            return True
+        if watch.flushed_changes != watch.changes:
+            return False
+        with self._lock:
+            changes = watch.flushed_changes
+            if self._changes != changes:
+                log.warning("kvd: the weights were changed: pages of before are not found any more")
+                for batches in list(self._opened):
+                    batches.reset(self._epoch())
+                self._changes = changes
+        return changes == watch.changes
 
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
@@ -378,11 +427,6 @@ class KvdHiCache(HiCacheStorage):
         target_sizes: Any = None,
     ) -> bool:
         return False
-
-
-def _epoch(clears: int) -> str:
-    """Where all ranks of this engine are after so many clears."""
-    return f"sglang-{launch_id()}-{clears}"
 
 
 def _name(name: Any) -> str:

@@ -1,0 +1,84 @@
+"""When the weights of the model in this process change, and when SGLang has flushed since.
+
+SGLang tells a storage backend of neither. So the methods that all changes and all flushes of its
+cache go through are wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+UPDATER = ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater")
+CHANGING = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
+CONTROLLER = ("sglang.srt.managers.cache_controller", "HiCacheController")
+FLUSHING = ("reset",)
+
+
+class WeightsWatch:
+    """How often the weights were changed, and how many of these changes came before a flush."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.flushed_changes = 0
+        self._watched: set[type] = set()
+
+    def begin(self, updater: type, controller: type) -> list[str]:
+        """Watch these classes of SGLang's. Returns what they lack: that is not seen."""
+        return [
+            *self._wrap(updater, CHANGING, self._telling_change),
+            *self._wrap(controller, FLUSHING, self._telling_flush),
+        ]
+
+    def _wrap(
+        self, kind: type, names: Sequence[str], wrap: Callable[[Callable[..., Any]], Any]
+    ) -> list[str]:
+        if kind not in self._watched:
+            self._watched.add(kind)
+            for name in names:
+                if method := getattr(kind, name, None):
+                    setattr(kind, name, wrap(method))
+        return [name for name in names if not hasattr(kind, name)]
+
+    def _telling_change(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            # With a filter an expert's own weights are read once more.
+            if kwargs.get("weight_name_filter") is None:
+                self.changes += 1
+            return method(*args, **kwargs)
+
+        return told
+
+    def _telling_flush(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)  # it ends the storage threads, or raises
+            self.flushed_changes = self.changes
+            return result
+
+        return told
+
+
+watch = WeightsWatch()
+
+
+def watch_weights() -> str:
+    """Watch this process's model. Returns why its changes can't be seen."""
+    try:
+        updater, controller = (
+            getattr(importlib.import_module(module), name) for module, name in (UPDATER, CONTROLLER)
+        )
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    missing = watch.begin(updater, controller)
+    return f"this release of SGLang has no {', '.join(missing)}" if missing else ""

@@ -1,0 +1,171 @@
+"""What SGLang finds once the weights of its model were changed while it runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.model_runner_components import weight_updater
+
+from kvd_client.integrations.sglang import namespace
+from kvd_client.integrations.sglang.weights import WeightsWatch
+from tests.sglang.conftest import StartRank
+from tests.sglang.prompts import PAGES, prompt
+from tests.sglang.rig import PAGE_TOKENS, Rank, extra_config, mla_device_pool, parallel
+
+TOKENS = PAGES * PAGE_TOKENS
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[Any] = []
+
+    def load_weights(self, named_tensors: Any) -> None:
+        self.loaded += named_tensors
+
+
+def updater(model: torch.nn.Module) -> Any:
+    """SGLang's own, for a model without quantised layers."""
+    return weight_updater.WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=SimpleNamespace(dtype=torch.float32),
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=lambda *_, **__: None,
+        recapture_cuda_graph=lambda: None,
+        get_model_runner=lambda: None,
+    )
+
+
+def change(*, buckets: int = 1) -> None:
+    """As trainers do: weights in several buckets."""
+    one = updater(model := Model())
+    for number in range(buckets):
+        assert one.load_weights_from_distributed([(f"w{number}", torch.ones(2))])[0]
+    assert len(model.loaded) == buckets
+
+
+def store(rank: Rank, number: int) -> int:
+    indices = rank.fill(prompt(number), seed=number)
+    stored = rank.backup(prompt(number), indices)
+    rank.free(indices)
+    return stored
+
+
+def found(rank: Rank, number: int) -> int:
+    done, indices = rank.prefetch(prompt(number))
+    assert rank.wrong_pages(indices, done, number) == []
+    rank.free(indices)
+    return done
+
+
+@pytest.fixture(autouse=True)
+def _one_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = SimpleNamespace(model_path="m", random_seed=1, port=30000)
+    monkeypatch.setattr(namespace, "server_arguments", lambda: arguments)
+    monkeypatch.setattr(namespace, "_files", lambda *_: namespace.ModelFiles([], [], []))
+    no_cache = SimpleNamespace(weight_cache_mode="off")
+    monkeypatch.setattr(weight_updater, "get_model", lambda: no_cache)
+    monkeypatch.setattr(weight_updater, "_unsupported_derived_weight_cache_error", lambda _: None)
+
+
+def test_pages_of_the_old_weights_are_not_found_after_a_flush(start_rank: StartRank) -> None:
+    rank = start_rank()
+    assert store(rank, 1) == TOKENS
+    change(buckets=3)
+    rank.controller.reset()  # as SGLang's flush does
+    assert found(rank, 1) == 0
+    assert store(rank, 1) == TOKENS
+    assert found(rank, 1) == TOKENS
+    rank.controller.reset()  # which changes no weights
+    assert found(rank, 1) == TOKENS
+    assert rank.backend.clear()
+    assert found(rank, 1) == 0
+    assert found(start_rank(), 1) == TOKENS  # an engine of the weights as they were
+
+
+def test_pages_that_sglang_has_not_flushed_are_neither_kept_nor_found(
+    start_rank: StartRank,
+) -> None:
+    rank = start_rank()
+    assert store(rank, 2) == TOKENS
+    change()
+    assert (found(rank, 2), store(rank, 3)) == (0, 0)
+    attach_anew(rank, {})
+    assert (found(rank, 2), store(rank, 3)) == (0, 0)
+    rank.controller.reset()
+    assert (found(rank, 2), found(rank, 3)) == (0, 0)
+
+
+@pytest.mark.parametrize("weights_id", ["", "v1"])
+def test_a_backend_that_is_attached_anew_goes_on_without_the_old_pages(
+    start_rank: StartRank, weights_id: str
+) -> None:
+    """Also of MLA, whose pages outlive the session where the engine shares none."""
+    unshared = {"unshared": True, "weights_id": weights_id}
+    rank = start_rank(device_pool=mla_device_pool(), options=unshared)
+    assert store(rank, 4) == TOKENS
+    change()
+    rank.controller.reset()
+    attach_anew(rank, unshared)
+    assert found(rank, 4) == 0
+
+
+def test_weights_that_have_a_new_name_are_shared_under_it(start_rank: StartRank) -> None:
+    names = [{"weights_id": "step-1"}, {"weights_id": "step-2"}]
+    rank = start_rank(options=names[0])
+    assert store(rank, 5) == TOKENS
+    change()
+    rank.controller.reset()
+    attach_anew(rank, names[1])
+    assert store(rank, 6) == TOKENS
+    later = [start_rank(options=name) for name in names]
+    assert [found(each, 5) for each in later] == [TOKENS, 0]
+    assert [found(each, 6) for each in later] == [0, TOKENS]
+    change()
+    rank.controller.reset()
+    attach_anew(rank, names[0])  # which may be right, and may be not
+    assert found(rank, 5) == 0
+
+
+def attach_anew(rank: Rank, options: dict[str, Any]) -> None:
+    socket = rank.backend.options.socket_path
+    rank.controller.detach_storage_backend()
+    with parallel():
+        rank.controller.attach_storage_backend(
+            "dynamic",
+            prefetch_threshold=PAGE_TOKENS,
+            model_name="a-model",
+            storage_backend_extra_config=extra_config(socket, **options),
+        )
+    rank.backend = rank.controller.storage_backend
+    rank.wait_usable()
+
+
+def test_experts_that_are_read_once_more_are_no_change() -> None:
+    class Updater:
+        def update_weights_from_disk(self, path: str, *, weight_name_filter: Any = None) -> str:
+            return path
+
+    class Controller:
+        def reset(self, *, fails: bool = False) -> None:
+            if fails:
+                raise RuntimeError("a storage thread does not end")
+
+    watch = WeightsWatch()
+    assert "begin_weight_update" in watch.begin(Updater, Controller)
+    watch.begin(Updater, Controller)  # once more wraps nothing twice
+    assert Updater().update_weights_from_disk("p", weight_name_filter=str.isupper) == "p"
+    assert watch.changes == 0
+    assert Updater().update_weights_from_disk("p") == "p"
+    assert watch.changes == 1
+    with pytest.raises(RuntimeError):
+        Controller().reset(fails=True)
+    assert watch.flushed_changes == 0
+    Controller().reset()
+    assert watch.flushed_changes == 1
