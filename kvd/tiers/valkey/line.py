@@ -49,12 +49,16 @@ _REASONS = {
 
 
 class Line:
-    """One thread's connection. OSError ends it: what was sent by then may still happen."""
+    """One thread's connection. OSError ends it: what was sent by then may still happen.
+
+    `peer`: the address that the host's name meant when it was made.
+    """
 
     def __init__(
         self, host: str, port: int, seconds: float, tls: ssl.SSLContext | None = None
     ) -> None:
         self._socket = _connected(host, port, seconds, tls)
+        self.peer = str(self._socket.getpeername())
         self._is_plain = tls is None
         self._seconds = 0.0  # that the system waits
         self._until = 0.0

@@ -40,6 +40,7 @@ ELSEWHERE = -2  # in place of a value's length
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
 _NOT_THERE = _ELSEWHERE | {"WRONGTYPE"}  # a name that somebody gave to a list, or the like
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
+_ENDS_LINE = _REFUSED_LOGIN | {"READONLY"}  # another may have the server's name by now
 # What says nothing of a server: of one value, of a slot, or of a question that has no cluster.
 _OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "ERR", "OOM"}
 REFUSAL_NOTED_S = 10.0  # since a server refused the last time
@@ -67,6 +68,7 @@ class Servers:
         self._own = threading.local()
         self._lock = threading.Lock()
         self._lines: set[Line] = set()
+        self._peers: dict[Home, str] = {}  # the address that a server was last met at
         self._slots = [NOBODY] * SLOTS
         self._homes: list[Home] = []  # that have slots
         self._silent: dict[Home, Silence] = {}
@@ -263,7 +265,7 @@ class Servers:
             codes = {answer.code for answer in refused}
             if codes & _ELSEWHERE:
                 self._wake.set()
-            if codes & _REFUSED_LOGIN:
+            if codes & _ENDS_LINE:
                 self._give_up(home, line, changes=False)
             return answers
 
@@ -296,8 +298,10 @@ class Servers:
         """This thread's own to the server, and whether it is new. TierError: it can't be had."""
         mine: dict[Home, Line] = self._own.__dict__.setdefault("lines", {})
         line = mine.get(home)
-        if line is not None:
+        if line is not None and line.peer == self._peers.get(home):
             return line, False
+        if line is not None:  # its name means another one now
+            self._give_up(home, line, changes=False)
         seconds = min(self._options.connect_timeout_seconds, _left(deadline))
         try:
             line = mine[home] = self._connect(home, seconds)
@@ -308,6 +312,7 @@ class Servers:
             raise
         with self._lock:
             self._lines.add(line)
+            self._peers[home] = line.peer
         return line, True
 
     def _give_up(self, home: Home, line: Line, *, changes: bool) -> None:
