@@ -78,3 +78,28 @@ def test_no_thread_goes_on_with_a_server_that_lost_its_name(names: Names) -> Non
     assert after != before
     assert servers.run_of(home, soon()) == after
     store.close()
+
+
+def test_a_look_that_another_server_went_on_with_begins_anew(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cursor of the one says nothing of where the other has its names."""
+    store = _store()
+    servers = store._servers
+    for server in (names.first, names.second):
+        server.call("DEBUG", "POPULATE", 4000, "filler")
+    run, scans = servers.run, []
+
+    def replaced(home: str, commands: Any, *more: Any, **options: Any) -> Any:
+        answers = run(home, commands, *more, **options)
+        if commands[0][0] == "SCAN":
+            scans.append(commands[0][1])
+            if len(scans) == 3:
+                names.now = names.second
+                servers._own.lines[home].say_no_more()
+        return answers
+
+    monkeypatch.setattr(servers, "run", replaced)
+    store.delete_scopes([OTHER], soon())
+    assert scans.count(b"0") == 2
+    store.close()

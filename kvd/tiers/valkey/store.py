@@ -254,6 +254,8 @@ class ValkeyStore:
                 sweep.found = True
                 self._unlink(home, some, deadline)
             sweep.cursor, sweep.is_over = cursor, cursor == _BEGIN
+            if sweep.is_over and (now := self._servers.run_of(home, deadline)) != sweep.run:
+                sweep.run, sweep.is_over = now, False  # another went on with it: once more
 
     def _unlink(self, home: str, names: Sequence[bytes], deadline: float) -> None:
         """Also of slots that are on their way to this server: they may stay so for ever."""
