@@ -101,6 +101,20 @@ def test_tokens_that_were_not_found_can_not_be_loaded() -> None:
             rig.allocate("r", [blocks(0, 5)], count)
 
 
+def test_a_table_without_a_block_for_each_token_can_not_be_loaded_into() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 5 * TOKENS)
+    assert rig.ask("r", TOKENS) == 2 * TOKENS
+    for tables in ([blocks(5, 2)], []):  # the new blocks alone; none
+        with pytest.raises(ValueError, match="r: "):
+            rig.allocate("r", tables, 2 * TOKENS)
+    rig.allocate("r", [blocks(4, 3)], 2 * TOKENS)
+    rig.step()
+    [run] = rig.daemon.last_step.loads[0].runs
+    assert (run.first_block, list(run.engine_blocks)) == (1, [5, 6])
+
+
 def test_a_null_block_is_loaded_into_by_nobody() -> None:
     rig = Rig(SLIDING, options=SchedulerOptions(null_block=0))
     rig.holds("p", 8 * TOKENS)

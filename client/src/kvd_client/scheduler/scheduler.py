@@ -189,6 +189,12 @@ class Scheduler:
         hit_tokens = request.computed_tokens + num_external_tokens
         if hit_tokens > request.hit_tokens or hit_tokens % self._namespace.boundary_tokens:
             raise ValueError(f"request {request_id}: {num_external_tokens} tokens were not found")
+        sizes = [len(table) for table in block_ids]
+        least = [-(-hit_tokens // group.engine_block_tokens) for group in self._groups]
+        if len(sizes) != len(least) or any(
+            size < need for size, need in zip(sizes, least, strict=True)
+        ):
+            raise ValueError(f"request {request_id}: its tables have {sizes} blocks, not {least}")
         self._begin_load(request, block_ids, hit_tokens)
 
     def _begin_load(self, request: Request, tables: BlockTables, hit_tokens: int) -> None:
