@@ -468,6 +468,25 @@ def test_a_silent_daemon_is_not_asked_the_rest(
     memory.close()
 
 
+def test_who_finds_nothing_is_told_why(daemon: DaemonProcess) -> None:
+    memory, prompt = Memory(daemon.socket, lookup_deadline_s=0.2), keys(35, 1)
+    assert memory.batches.store([BlockRun(0, 0, prompt, [0])]) == [True]
+    assert memory.batches.problem == ""
+    daemon.freeze()
+    memory.batches.find([SoughtKeys(0, prompt)])
+    assert not memory.batches.is_usable
+    assert "does not answer" in memory.batches.problem
+    daemon.thaw()
+    wait_until(lambda: memory.batches.is_usable, "the end of the silence")
+    daemon.freeze()
+    memory.batches.reset()
+    assert "waiting for the daemon to confirm the reset" in memory.batches.problem
+    daemon.thaw()
+    wait_until(lambda: memory.batches.is_usable, "the reset")
+    assert memory.batches.problem == ""
+    memory.close()
+
+
 def test_what_can_not_be_said_of_blocks_is_refused_and_not_taken_for_others(
     memory: Memory,
 ) -> None:

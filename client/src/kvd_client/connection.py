@@ -53,6 +53,9 @@ CAPABILITIES = (
     "quiet",  # ends are read from the boards
     "prompts",
 )
+CLOSED = "this connection is closed"
+UNANSWERED = "the daemon does not answer; it is left alone for a while"
+UNCONFIRMED = "waiting for the daemon to confirm the reset"
 UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
 SESSION_METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['EngineService'].full_name}/Session"
 MAX_REMEMBERED_STEPS = MAX_QUEUED_MESSAGES  # of which a refusal may still come
@@ -89,7 +92,7 @@ class SchedulerConnection:
         self.world_size = world_size
         self.blocking_calls = 0
         self.waited_s = 0.0  # in them
-        self.problem = "not connected yet"
+        self._problem = "not connected yet"
         self.refusals: collections.Counter[str] = collections.Counter()  # by reason
         self._silent_after_s = silent_after_s
         self._socket_path = socket_path
@@ -121,9 +124,19 @@ class SchedulerConnection:
         self._closing.set()
         self._call = None
         self._lose_session()
-        self.problem = FORKED
+        self._problem = FORKED
 
     # -- what the scheduler side asks -------------------------------------------------------
+
+    @property
+    def problem(self) -> str:
+        """Why there is no session, or what was refused last; empty when all is well."""
+        session = self._session
+        if self._problem or self.session is not None:
+            return self._problem
+        if session is None:
+            return CLOSED
+        return UNANSWERED if session.is_usable else UNCONFIRMED
 
     @property
     def session(self) -> DaemonSession | None:
@@ -360,10 +373,10 @@ class SchedulerConnection:
                 self._take_lookup(response.lookup)
             elif kind == "ranks_ready" and session is not None:
                 session.ranks_ready = True
-                self.problem = ""
+                self._problem = ""
             elif kind == "rank_lost" and session is not None:
                 session.ranks_ready = False
-                self.problem = f"rank {response.rank_lost.rank}: {response.rank_lost.reason}"
+                self._problem = f"rank {response.rank_lost.rank}: {response.rank_lost.reason}"
             elif kind == "epoch" and session is not None:
                 if response.epoch.epoch == self._epoch:
                     session.enter_epoch(response.epoch.epoch, response.epoch.group_seeds)
@@ -411,7 +424,7 @@ class SchedulerConnection:
         session.map_page(companion.get_page(session.namespace_id))
         log.info("kvd session %d open, namespace %s", session.session_id, session.fingerprint)
         with self._changed:
-            self.problem = "waiting for every rank to register"
+            self._problem = "waiting for every rank to register"
             self._backoff.hold()
             self._sequence = 0
             self._steps.clear()
@@ -457,4 +470,4 @@ class SchedulerConnection:
     def _note(self, problem: str, error: Exception | None = None) -> None:
         if not self._closing.is_set():
             self._backoff.warn("kvd", problem, error)
-            self.problem = problem
+            self._problem = problem
