@@ -27,10 +27,15 @@ class Names:
     def __init__(self, first: ValkeyServer, second: ValkeyServer) -> None:
         self.first, self.second = first, second
         self.now = first
+        self.in_turn = False
+        self.connections = 0
         self._connect = socket.create_connection
 
     def connect(self, where: tuple[str, int], *more: Any) -> socket.socket:
         host, port = where
+        self.connections += 1
+        if self.in_turn:
+            self.now = self.second if self.now is self.first else self.first
         place = (self.now.host, self.now.port) if host == NAME else (host, port)
         return self._connect(place, *more)
 
@@ -102,4 +107,17 @@ def test_a_look_that_another_server_went_on_with_begins_anew(
     monkeypatch.setattr(servers, "run", replaced)
     store.delete_scopes([OTHER], soon())
     assert scans.count(b"0") == 2
+    store.close()
+
+
+def test_a_name_of_several_addresses_in_turn_costs_few_connections(names: Names) -> None:
+    """As of a proxy in several places: threads at either of them stay there."""
+    names.in_turn = True
+    store = _store()
+    servers, home = store._servers, f"{NAME}:6379"
+    with ThreadPoolExecutor(1) as another:
+        for _ in range(20):
+            servers.run_of(home, soon())
+            another.submit(servers.run_of, home, soon()).result()
+    assert names.connections <= 6
     store.close()

@@ -68,7 +68,7 @@ class Servers:
         self._own = threading.local()
         self._lock = threading.Lock()
         self._lines: set[Line] = set()
-        self._peers: dict[Home, str] = {}  # the address that a server was last met at
+        self._peers: dict[Home, set[str]] = {}  # the addresses that a server is met at
         self._slots = [NOBODY] * SLOTS
         self._homes: list[Home] = []  # that have slots
         self._silent: dict[Home, Silence] = {}
@@ -298,10 +298,11 @@ class Servers:
         """This thread's own to the server, and whether it is new. TierError: it can't be had."""
         mine: dict[Home, Line] = self._own.__dict__.setdefault("lines", {})
         line = mine.get(home)
-        if line is not None and line.peer == self._peers.get(home):
+        if line is not None and line.peer in self._peers[home]:
             return line, False
-        if line is not None:  # its name means another one now
-            self._give_up(home, line, changes=False)
+        before = line
+        if before is not None:  # its name means another one, by now or in turn
+            self._give_up(home, before, changes=False)
         seconds = min(self._options.connect_timeout_seconds, _left(deadline))
         try:
             line = mine[home] = self._connect(home, seconds)
@@ -312,7 +313,11 @@ class Servers:
             raise
         with self._lock:
             self._lines.add(line)
-            self._peers[home] = line.peer
+            met = self._peers.setdefault(home, set())
+            is_back = before is not None and before.peer == line.peer  # so it means both
+            if line.peer not in met and not is_back:
+                met.clear()
+            met.add(line.peer)
         return line, True
 
     def _give_up(self, home: Home, line: Line, *, changes: bool) -> None:
