@@ -52,8 +52,9 @@ class WeightsWatch:
     def _telling_change(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def told(*args: Any, **kwargs: Any) -> Any:
-            # With a filter an expert's own weights are read once more.
-            if kwargs.get("weight_name_filter") is None:
+            # With a filter, which may be none, a rank reads its own weights once more: those of
+            # experts whose rank is gone. No flush follows, and other ranks read nothing.
+            if "weight_name_filter" not in kwargs:
                 self.changes += 1
             return method(*args, **kwargs)
 
