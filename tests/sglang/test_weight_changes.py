@@ -72,6 +72,10 @@ def _one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     no_cache = SimpleNamespace(weight_cache_mode="off")
     monkeypatch.setattr(weight_updater, "get_model", lambda: no_cache)
     monkeypatch.setattr(weight_updater, "_unsupported_derived_weight_cache_error", lambda _: None)
+    unpacked = SimpleNamespace(
+        restore_weights_before_loading=lambda *_: None, postprocess_weights=lambda *_: None
+    )
+    monkeypatch.setattr(weight_updater, "DefaultModelLoader", unpacked)
 
 
 def test_pages_of_the_old_weights_are_not_found_after_a_flush(start_rank: StartRank) -> None:
@@ -87,6 +91,39 @@ def test_pages_of_the_old_weights_are_not_found_after_a_flush(start_rank: StartR
     assert rank.backend.clear()
     assert found(rank, 1) == 0
     assert found(start_rank(), 1) == TOKENS  # an engine of the weights as they were
+
+
+def test_an_update_that_ends_after_its_flush_needs_no_other(start_rank: StartRank) -> None:
+    """As `flush_cache`, which is on unless told otherwise, flushes within the last update."""
+    rank = start_rank()
+    assert store(rank, 7) == TOKENS
+    one = updater(Model())
+    one.begin_weight_update()
+    assert one.load_weights_from_distributed([("w", torch.ones(2))])[0]
+    rank.controller.reset()
+    assert store(rank, 8) == TOKENS  # of weights that are not yet as they shall be
+    one.end_weight_update(run_post_load=False)
+    assert (found(rank, 7), found(rank, 8)) == (0, 0)
+    assert store(rank, 7) == TOKENS
+    assert found(rank, 7) == TOKENS
+
+
+@pytest.mark.parametrize("run_post_load", [False, True])
+def test_an_update_that_ends_after_a_change_waits_for_a_flush(
+    start_rank: StartRank, *, run_post_load: bool
+) -> None:
+    """Where SGLang has loaded nothing itself, another has written the weights until the end."""
+    rank = start_rank()
+    one = updater(Model())
+    one.begin_weight_update()
+    if run_post_load:
+        rank.controller.reset()
+    else:
+        assert one.load_weights_from_distributed([("w", torch.ones(2))])[0]
+    one.end_weight_update(run_post_load=run_post_load)
+    assert store(rank, 9) == 0
+    rank.controller.reset()
+    assert store(rank, 9) == TOKENS
 
 
 def test_pages_that_sglang_has_not_flushed_are_neither_kept_nor_found(

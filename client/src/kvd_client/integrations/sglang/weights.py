@@ -18,8 +18,8 @@ CHANGING = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
     "begin_weight_update",
-    "end_weight_update",
 )
+ENDING = ("end_weight_update",)
 CONTROLLER = ("sglang.srt.managers.cache_controller", "HiCacheController")
 FLUSHING = ("reset",)
 
@@ -30,23 +30,24 @@ class WeightsWatch:
     def __init__(self) -> None:
         self.changes = 0
         self.flushed_changes = 0
-        self._watched: set[type] = set()
+        self._watched: set[tuple[type, str]] = set()
 
     def begin(self, updater: type, controller: type) -> list[str]:
         """Watch these classes of SGLang's. Returns what they lack: that is not seen."""
         return [
             *self._wrap(updater, CHANGING, self._telling_change),
+            *self._wrap(updater, ENDING, self._telling_end),
             *self._wrap(controller, FLUSHING, self._telling_flush),
         ]
 
     def _wrap(
         self, kind: type, names: Sequence[str], wrap: Callable[[Callable[..., Any]], Any]
     ) -> list[str]:
-        if kind not in self._watched:
-            self._watched.add(kind)
-            for name in names:
-                if method := getattr(kind, name, None):
-                    setattr(kind, name, wrap(method))
+        for name in names:
+            method = getattr(kind, name, None)
+            if method and (kind, name) not in self._watched:
+                self._watched.add((kind, name))
+                setattr(kind, name, wrap(method))
         return [name for name in names if not hasattr(kind, name)]
 
     def _telling_change(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +58,20 @@ class WeightsWatch:
             if "weight_name_filter" not in kwargs:
                 self.changes += 1
             return method(*args, **kwargs)
+
+        return told
+
+    def _telling_end(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            # False where SGLang has loaded the weights itself: a flush that came since is enough.
+            has_loaded = kwargs.get("run_post_load") is False
+            is_flushed = has_loaded and self.flushed_changes == self.changes
+            self.changes += 1
+            result = method(*args, **kwargs)
+            if is_flushed:
+                self.flushed_changes = self.changes
+            return result
 
         return told
 
