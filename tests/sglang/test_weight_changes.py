@@ -127,12 +127,17 @@ def test_an_update_that_ends_after_a_change_waits_for_a_flush(
 
 
 def test_pages_that_sglang_has_not_flushed_are_neither_kept_nor_found(
-    start_rank: StartRank,
+    start_rank: StartRank, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = start_rank()
     assert store(rank, 2) == TOKENS
-    change()
-    assert (found(rank, 2), store(rank, 3)) == (0, 0)
+    for number in (1, 2):
+        change()
+        assert (found(rank, 2), store(rank, 3)) == (0, 0)
+        assert caplog.text.count("not used until SGLang's cache is flushed") == number
+        if number == 1:
+            rank.controller.reset()
+            assert found(rank, 2) == 0
     attach_anew(rank, {})
     assert (found(rank, 2), store(rank, 3)) == (0, 0)
     rank.controller.reset()

@@ -89,6 +89,7 @@ class KvdHiCache(HiCacheStorage):
         self._is_complete = False
         self._lock = threading.Lock()
         self._changes = watch.flushed_changes  # of the weights, before what is found and kept here
+        self._waits_for_flush = False
         if problem := watch_weights():
             log.warning("kvd: changes of the weights are not seen, clear after each: %s", problem)
 
@@ -392,8 +393,12 @@ class KvdHiCache(HiCacheStorage):
         if self._changes == watch.changes:
             return True
         if watch.flushed_changes != watch.changes:
+            if not self._waits_for_flush:
+                self._waits_for_flush = True
+                log.warning("kvd: weights were changed: not used until SGLang's cache is flushed")
             return False
         with self._lock:
+            self._waits_for_flush = False
             changes = watch.flushed_changes
             if self._changes != changes:
                 log.warning("kvd: the weights were changed: pages of before are not found any more")
