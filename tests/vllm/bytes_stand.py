@@ -7,8 +7,9 @@ that was ever stored. Blocks and a stand's groups have one memory, as vLLM lays 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from tests.vllm.scheduler_stand import Stand, StandOptions
 PATIENCE_SECONDS = 30.0
 FIRST_AUDIT = 2**40  # vLLM's numbers of such jobs
 AUDITED_AT_ONCE = 16
+AUDIT_POLL_S = 0.001
 
 
 @dataclass(slots=True)
@@ -66,6 +68,9 @@ class BytesStand(Stand):
         self._prompts: dict[bytes, list[int]] = {}  # by hash of a block: the tokens up to its end
         self.stored: dict[tuple[int, bytes], int] = {}  # kvd's group, hash -> engine blocks
         self.loaded = 0
+        self._checks: list[
+            tuple[str, Callable[[], bool]]
+        ] = []  # of what a step stores
         self.weights = 0  # how often they were updated
         super().__init__(model, transfer, options)
         storage = next(iter(self.caches.values())).untyped_storage()
@@ -116,11 +121,42 @@ class BytesStand(Stand):
             for run in (run for job in step.stores for run in job.runs):
                 width = len(run.engine_blocks) // len(run.block_hashes)
                 self.stored.update({(run.group, bytes(h)): width for h in run.block_hashes})
+                self._check_later(run, width)
             self.loaded += sum(len(run.block_hashes) for job in step.loads for run in job.runs)
             sent: bool = send_step(step)
             return sent
 
         connection.send_step = noted
+
+    def _check_later(self, run: BlockRun, width: int) -> None:
+        """As the step begins, or once it is computed, these must hold what they are stored as.
+
+        A block that the step gives away is read before, one that it computes after.
+        """
+        if any(bytes(each) not in self._prompts for each in run.block_hashes):
+            for request in self.scheduler.requests.values():  # some were given more input
+                self._note(request)
+        for place, block_hash in enumerate(run.block_hashes):
+            blocks = list(run.engine_blocks[place * width : (place + 1) * width])
+            prompt = self._prompts[bytes(block_hash)]
+            _, numbers = run_on(prompt, len(prompt), self.weights)
+            says = f"stored: group {run.group}, {len(prompt)} tokens, {blocks}"
+            assert all(0 < block < len(self.blocks) for block in blocks), says
+            self._checks.append((says, partial(self.memory[run.group].is_whole, blocks, numbers)))
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Of what this step stores: once as it begins, and once it is computed."""
+        checks, self._checks = self._checks, []
+        were_right = [False] * len(checks)
+
+        def look() -> None:
+            were_right[:] = [is_right() for _, is_right in checks]
+
+        self.launch(look)
+        yield
+        for place, (says, is_right) in enumerate(checks):
+            self.launch(partial(_require, says, lambda p, i: were_right[p] or i(), place, is_right))
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -136,6 +172,10 @@ class BytesStand(Stand):
             self._finish_oldest()
 
     def _work(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        with self._checked():
+            return self._compute(scheduled)
+
+    def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         orders = scheduled.kv_connector_metadata
         self.worker.handle_preemptions(orders)
         self._begin(scheduled)
@@ -270,6 +310,7 @@ class BytesStand(Stand):
             results = rank.get_transfer_results(set())
             ended |= results.finished_recving
             failed |= results.failed_recving
+            time.sleep(AUDIT_POLL_S)
         rank.build_connector_worker_meta()
         return {int(name) for name in failed}
 

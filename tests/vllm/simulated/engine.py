@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -60,6 +60,7 @@ PRESSED_TOKENS = 70  # of a prompt of those that take room from others
 COMPUTED_S = 60.0  # a step's end has come by then
 STUCK_S = 60.0  # a request that may go on has gone on by then
 MOST_PRESSED = 4  # prompts at a time
+PRIORITIES = 3
 
 
 class Rows:
@@ -102,6 +103,12 @@ class SimStand(BytesStand):
     start_number = ""
     have_joined = False
     device: LateDevice | None = None  # none: what is launched is done
+
+    def add(self, request: Request) -> None:
+        request.priority = (
+            hash_of(request.request_id) % PRIORITIES
+        )  # of no account unless asked for
+        super().add(request)
 
     def launch(self, what: Callable[[], None]) -> None:
         if self.device is None:
@@ -186,6 +193,7 @@ class VllmEngine(ClientEngine):
     width: int = field(kw_only=True)  # engine blocks in one of kvd's
     wanted_tokens: int = field(kw_only=True)  # of a prompt that is stored and loaded in the end
     rows: Rows = field(kw_only=True)
+    audited: int = 0
     stores_done: int = 0  # of all its lives, as `loads_done`
 
     # -- its life -----------------------------------------------------------------------------
@@ -204,7 +212,7 @@ class VllmEngine(ClientEngine):
         SimStand.start_number = str(self.starts)
         transfer["engine_id"] = self.name
         with hazards.elsewhere(), self._alive():
-            self.stand = SimStand(self.model_folder, transfer, self.shapes, STAND)
+            self.stand = SimStand(self.model_folder, transfer, self.shapes, self._options())
         self.stand.be_late(self.threads, self.behind_s, self.random)
         self.rank = self.stand.worker.connector_worker
         manager = self.stand.connector.connector_scheduler.manager
@@ -215,6 +223,11 @@ class VllmEngine(ClientEngine):
         self._watch_reports()
         self.draw = Draw(self.stand, hash_of(self.name) + self.starts, resets=RESETS)
         self.progress = Progress()
+
+    def _options(self) -> StandOptions:
+        """By priority a step may preempt a request that it has given blocks to: these have names
+        then, and were never computed, which a lazy engine must not take for what they say."""
+        return replace(STAND, policy="priority", longest_chunk=48) if self.is_lazy else STAND
 
     def new_memory(self) -> RankBytes:
         return RowBytes(len(self.shapes), self.rows)
@@ -352,7 +365,16 @@ class VllmEngine(ClientEngine):
         assert not left, f"the connector keeps {left}"
         assert not self.rank._worker._jobs._open, "a rank's job never ended"
         assert not self.connection._lookups._answers, "an answer of a lookup is kept for nobody"
+        with self._alive():
+            self.audited = self._audit()
         self.take_memory_back()
+
+    def _audit(self) -> int:
+        """Load all that this process has stored and the daemon still has. Each must be right."""
+        session = self.connection.session
+        if session is None or not session.ranks_ready:
+            return 0
+        return self.stand.audit(self.connection)
 
     def end_all(self) -> None:
         scheduler = self.stand.scheduler
