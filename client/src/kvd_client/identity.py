@@ -131,8 +131,10 @@ class EngineIdentity:
         require_text("engine_id", self.engine_id, MAX_STRING_BYTES)
         if not self.engine_id:
             raise ValueError(f"engine_id must have 1..{MAX_STRING_BYTES} bytes")
-        if len(self.boot_nonce) != 16:
-            raise ValueError(f"boot_nonce has {len(self.boot_nonce)} bytes, needed are 16")
+        nonce: object = self.boot_nonce
+        if not isinstance(nonce, bytes) or len(nonce) != 16:
+            kind = type(nonce).__name__
+            raise ValueError(f"boot_nonce must be `bytes`, 16 of them: this is `{kind}`")
 
     def to_proto(self) -> engine_pb2.EngineIdentity:
         return engine_pb2.EngineIdentity(engine_id=self.engine_id, boot_nonce=self.boot_nonce)

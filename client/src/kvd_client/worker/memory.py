@@ -9,6 +9,14 @@ from typing import Protocol, runtime_checkable
 from kvd_proto.v1 import worker_pb2
 
 ALIGNMENT = 8
+_U32_MAX, _U64_MAX = (1 << 32) - 1, (1 << 64) - 1  # numbers on the wire
+
+
+def _require_range(of: object, name: str, most: int) -> None:
+    """ValueError, naming the field, for a number that no message can carry."""
+    value = getattr(of, name)
+    if not 0 <= value <= most:
+        raise ValueError(f"{type(of).__name__}: {name} is {value}, allowed are 0..{most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,10 @@ class SharedMemory:
     fd: int
     offset: int
     bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("offset", "bytes"):
+            _require_range(self, name, _U64_MAX)
 
     def to_proto(self, memory_token: int) -> worker_pb2.MemoryHandle:
         """Its handle; `memory_token` is the number that the descriptor was offered under."""
@@ -84,6 +96,9 @@ class Fragment:
                 raise ValueError(f"a fragment's {name} must be a multiple of {ALIGNMENT}")
         if not 0 < self.bytes <= self.stride:
             raise ValueError("a fragment has at least one byte and at most its stride")
+        _require_range(self, "memory", _U32_MAX)
+        for name in ("base", "stride"):
+            _require_range(self, name, _U64_MAX)
 
     def to_proto(self) -> worker_pb2.Fragment:
         return worker_pb2.Fragment(
@@ -102,6 +117,10 @@ class GroupLayout:
     num_blocks: int
     fragments: Sequence[Fragment]
     blocks_per_block: int = 0
+
+    def __post_init__(self) -> None:
+        _require_range(self, "num_blocks", _U64_MAX)
+        _require_range(self, "blocks_per_block", _U32_MAX)
 
     def to_proto(self, group: int) -> worker_pb2.GroupLayout:
         return worker_pb2.GroupLayout(
