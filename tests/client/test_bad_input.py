@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvd_client import EngineIdentity, Fragment, GroupLayout, SharedMemory
+from kvd_client import EngineIdentity, Fragment, GroupLayout, SchedulerOptions, SharedMemory
+from kvd_client.batches import SoughtKeys
+from kvd_client.draft import BlockRun
+from tests.client.engine_rig import TOKENS, Rig, blocks
+from tests.client.test_batches import Memory, keys
+from tests.daemon_process import DaemonProcess
 
 U32, U64 = 1 << 32, 1 << 64
+BAD_BLOCKS = [-1, U32, None, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -43,3 +50,85 @@ def test_the_largest_numbers_of_a_layout_are_carried() -> None:
 def test_a_boot_nonce_is_16_bytes(nonce: Any) -> None:
     with pytest.raises(ValueError, match="boot_nonce must be `bytes`, 16 of them"):
         EngineIdentity("e0", nonce)
+
+
+@pytest.mark.parametrize("bad", BAD_BLOCKS)
+def test_a_block_that_can_not_be_is_refused_when_it_is_given(bad: Any) -> None:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    with pytest.raises(ValueError, match=r"request r: block_ids\[0\] has "):
+        rig.allocate("r", [[0, 1, bad, 3]])
+    assert rig.step(("r", [blocks(0, 4)], 4 * TOKENS)).stores
+
+
+@pytest.mark.parametrize("bad", BAD_BLOCKS)
+def test_a_step_that_is_refused_for_a_block_loses_nothing_of_other_requests(bad: Any) -> None:
+    rig = Rig()
+    for name in ("ended", "other", "r"):
+        rig.arrive(name, 2 * TOKENS, prefix=name)
+    rig.allocate("ended", [blocks(0, 2)])
+    rig.scheduler.request_finished("ended", [blocks(0, 2)], 2 * TOKENS)
+    other, right = ("other", [blocks(2, 2)], 2 * TOKENS), ("r", [blocks(4, 2)], 2 * TOKENS)
+    with pytest.raises(ValueError, match=r"request r: block_ids\[0\] has "):
+        rig.step(other, ("r", [[4, bad]], 2 * TOKENS))
+    plan = rig.step(other, right)
+    assert (len(plan.computed_stores), len(plan.stores)) == (1, 2)
+    assert rig.daemon.is_there
+
+
+def test_a_request_that_ends_with_such_a_block_is_over_and_stores_nothing() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    with pytest.raises(ValueError, match=r"request r: block_ids\[0\] has -1"):
+        rig.scheduler.request_finished("r", [[0, -1]], 2 * TOKENS)
+    assert not rig.step().computed_stores
+    assert not rig.scheduler.has_pending_work()
+
+
+@pytest.mark.parametrize("bad", [np.array([0, -1]), np.array([0, U32])])
+def test_an_array_is_not_taken_modulo_what_a_message_carries(bad: Any) -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    with pytest.raises(ValueError, match=r"request r: block_ids\[0\] has "):
+        rig.allocate("r", [bad])
+    right: Any = np.array([0, U32 - 1])
+    rig.allocate("r", [right])
+
+
+def test_the_engines_own_null_may_be_any_number() -> None:
+    rig = Rig(options=SchedulerOptions(null_block=-1))
+    rig.arrive("r", 4 * TOKENS)
+    rig.allocate("r", [[-1, 1, 2, 3]])
+    with pytest.raises(ValueError, match=r"block_ids\[0\] has -2"):
+        rig.allocate("r", [[-1, 1, 2, 3, -2]])
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, lambda key: key.hex()[:32]])
+def test_hashes_that_are_no_bytes_are_refused_at_arrival(kind: Callable[[bytes], Any]) -> None:
+    rig = Rig()
+    rig.holds("p", 2 * TOKENS)
+    (hashes,) = rig.keys("p", 2 * TOKENS)
+    with pytest.raises(ValueError, match=r"block_hashes\[0\] must have hashes of .*, as `bytes`"):
+        rig.scheduler.on_new_request("r", 2 * TOKENS + 1, [[kind(each) for each in hashes]])
+    assert not rig.scheduler.has_pending_work()
+    rig.arrive("r", 2 * TOKENS + 1)
+    assert rig.ask("r") == 2 * TOKENS
+
+
+def test_keys_of_batches_that_are_no_bytes_are_refused_and_others_are_found(
+    daemon: DaemonProcess,
+) -> None:
+    memory = Memory(daemon.socket)
+    right = keys(1, 4)
+    assert memory.batches.store([BlockRun(0, 0, right, range(4))]) == [True]
+    for kind in (bytearray, memoryview):
+        wrong: Any = [*right[:3], kind(right[3])]
+        for call in (
+            lambda wrong=wrong: memory.batches.find([SoughtKeys(0, wrong)]),
+            lambda wrong=wrong: memory.batches.store([BlockRun(0, 0, wrong, range(4))]),
+            lambda wrong=wrong: memory.batches.load([BlockRun(0, 0, wrong, range(4))]),
+        ):
+            with pytest.raises(ValueError, match="every block hash must have 32 bytes, as `bytes`"):
+                call()
+    assert memory.batches.find([SoughtKeys(0, right)])[0].all()
+    memory.close()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, each_in_parts
+from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, are_hashes, each_in_parts
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lease_renewal import LeaseRenewal
@@ -566,8 +566,8 @@ class BlockBatches:
         groups = len(self._connection.namespace.groups)
         if not 0 <= group < groups:
             raise ValueError(f"group is {group}, allowed are 0..{groups - 1}")
-        if not {self._hash_bytes}.issuperset(map(len, keys)):
-            raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
+        if not are_hashes(keys, self._hash_bytes):
+            raise ValueError(f"every block hash must have {self._hash_bytes} bytes, as `bytes`")
         last = _U32_MAX - len(keys)
         if not 0 <= first_block <= last:
             raise ValueError(f"first_block is {first_block}, allowed are 0..{last}")

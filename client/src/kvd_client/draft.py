@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself ends near 33
 MIN_NUMBER, MAX_NUMBER = -1e308, 1e308  # of a JSON number, which is a double on the wire
+_U32_MAX = (1 << 32) - 1  # a number on the wire
 TOO_LONG, TOO_DEEP, NO_JSON = "too long", "nested too deep", "no JSON"
 
 # Which stores of a step each rank's worker is ready for at the same moment: see kvd.v1 StoreJob.
@@ -63,6 +64,23 @@ def _as_u32(numbers: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
     if isinstance(numbers, np.ndarray):
         return np.asarray(numbers, dtype="<u4").tobytes()
     return array("I", numbers).tobytes()  # of x86-64, as all of kvd; a sixth of numpy's time
+
+
+def are_blocks(numbers: Sequence[int] | npt.NDArray[Any]) -> bool:
+    """Whether a message can carry them as ids of engine blocks. As fast as to make it."""
+    if isinstance(numbers, np.ndarray):  # which would be taken modulo 2^32
+        return not numbers.size or bool(numbers.min() >= 0 and numbers.max() <= _U32_MAX)
+    try:
+        array("I", numbers)
+    except (OverflowError, TypeError):
+        return False
+    return True
+
+
+def are_hashes(values: Sequence[bytes], length: int) -> bool:
+    """Whether all are bytes, of this length: others may be no keys, or run into each other."""
+    kinds = set(map(type, values))
+    return all(issubclass(kind, bytes) for kind in kinds) and {length}.issuperset(map(len, values))
 
 
 def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,34 +9,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvd_client.draft import are_blocks
 from kvd_client.identity import Group
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.request import Request
+from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 
 class Fences:
     """Knows which stores read which engine blocks, and which the next plan must flush."""
 
-    def __init__(self, groups: Sequence[Group], jobs: JobTable, device: DeviceBlocks) -> None:
+    def __init__(
+        self, groups: Sequence[Group], jobs: JobTable, device: DeviceBlocks, null_block: int
+    ) -> None:
         self._groups = groups
+        self._null_block = null_block
         self._jobs = jobs
         self._device = device
         self._flush: set[int] = set()
         self._given: list[tuple[int, Sequence[int]]] = []  # (group, blocks) of new owners
 
     def cover(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
-        """Blocks new to the request will be overwritten: stores that read them end first."""
+        """Blocks new to the request will be overwritten: stores that read them end first.
+
+        ValueError for what can be no block.
+        """
         for group, table in enumerate(tables):
             seen = request.seen_blocks[group]
             if len(table) == seen:
                 continue
+            self.require_blocks(request, group, table[seen:])
             request.seen_blocks[group] = len(table)
             tokens = self._groups[group].engine_block_tokens
             new = table[max(seen, request.computed_tokens // tokens) :]
             self._flush |= self._jobs.readers(group, new)
             self._given.append((group, new))
             self._device.overwritten(group, new)
+
+    def require_blocks(self, request: Request, group: int, blocks: Sequence[int]) -> None:
+        """ValueError for what can be no block: no message could carry it, nor what lies beside."""
+        if are_blocks(blocks):
+            return
+        for block in blocks:
+            if block != self._null_block and not are_blocks([block]):
+                raise ValueError(
+                    f"request {request.request_id}: block_ids[{group}] has {block},"
+                    f" allowed are whole numbers 0..{NULL_ENGINE_BLOCK}"
+                )
 
     def flush(self, job_ids: Iterable[int]) -> None:
         """These must end before the next step."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvd_client.draft import (
     JobDraft,
     StepDraft,
+    are_hashes,
     in_parts,
     read_only_from,
     request_context,
@@ -79,7 +80,7 @@ class Scheduler:
         self._stores = StoreQueue(self._namespace, self._jobs, self._queue, self._matcher.tally)
         self._hand_offs = HandOffQueue(self._jobs, self.options)
         self._device = DeviceBlocks(self._groups)
-        self._fences = Fences(self._groups, self._jobs, self._device)
+        self._fences = Fences(self._groups, self._jobs, self._device, self.options.null_block)
         self._doubts = Doubts(connection, self._requests)
         self._ends = JobEnds(
             self._jobs, self._queue, self._fences, self.options, self._requests, self._doubts
@@ -112,8 +113,10 @@ class Scheduler:
         # The ends at once, whether there is a daemon or not; all are looked at before they leave.
         length = self._namespace.hash_bytes
         for group, each in enumerate(block_hashes):
-            if len(each) and not len(each[0]) == len(each[-1]) == length:
-                raise ValueError(f"block_hashes[{group}] must have hashes of {length} bytes each")
+            if len(each) and not are_hashes((each[0], each[-1]), length):
+                raise ValueError(
+                    f"block_hashes[{group}] must have hashes of {length} bytes each, as `bytes`"
+                )
         params = context or RequestParams()
         if request_id in self._requests:
             self.request_finished(request_id, [()] * len(self._groups))
@@ -228,11 +231,12 @@ class Scheduler:
         self._ends.told(self._connection.take_ended(), self._clock())
         for request_id in preempted:
             self._preempt(request_id)
-        offers = self._finished_offers
-        self._finished_offers = []
         self._pace_of_step()
+        computed_offers: list[BlockOffer] = []
         for entry in scheduled:
-            offers += self._advance(entry)
+            computed_offers += self._advance(entry)
+        # Taken only now: the step may have been refused for a table.
+        offers, self._finished_offers = self._finished_offers + computed_offers, []
         has_run, self._step_began_s = self._step_tokens > 0, self._clock()
         if self.options.store_mode is StoreMode.LAZY:
             offers += self._device.near_eviction(near_eviction)
@@ -360,6 +364,8 @@ class Scheduler:
         tables = [list(table) for table in block_ids]
         self._doubts.request_ends(request)
         offers, held = self._offers.final(request, tables, num_computed_tokens)
+        for offer in offers:
+            self._fences.require_blocks(request, offer.group, offer.engine_blocks)
         if self.options.store_mode is StoreMode.EAGER or request.request_level:
             self._finished_offers += offers
         else:
