@@ -68,9 +68,7 @@ class BytesStand(Stand):
         self._prompts: dict[bytes, list[int]] = {}  # by hash of a block: the tokens up to its end
         self.stored: dict[tuple[int, bytes], int] = {}  # kvd's group, hash -> engine blocks
         self.loaded = 0
-        self._checks: list[
-            tuple[str, Callable[[], bool]]
-        ] = []  # of what a step stores
+        self._checks: list[tuple[str, Callable[[], bool]]] = []  # of what a step stores
         self.weights = 0  # how often they were updated
         super().__init__(model, transfer, options)
         storage = next(iter(self.caches.values())).untyped_storage()
