@@ -48,7 +48,7 @@ def test_the_largest_numbers_of_a_layout_are_carried() -> None:
 
 @pytest.mark.parametrize("nonce", ["x" * 16, bytearray(16), bytes(15), bytes(17), None])
 def test_a_boot_nonce_is_16_bytes(nonce: Any) -> None:
-    with pytest.raises(ValueError, match="boot_nonce must be `bytes`, 16 of them"):
+    with pytest.raises(ValueError, match=r"boot_nonce .*, needed are 16"):
         EngineIdentity("e0", nonce)
 
 

@@ -132,9 +132,9 @@ class EngineIdentity:
         if not self.engine_id:
             raise ValueError(f"engine_id must have 1..{MAX_STRING_BYTES} bytes")
         nonce: object = self.boot_nonce
-        if not isinstance(nonce, bytes) or len(nonce) != 16:
-            kind = type(nonce).__name__
-            raise ValueError(f"boot_nonce must be `bytes`, 16 of them: this is `{kind}`")
+        given = f"{len(nonce)} bytes" if isinstance(nonce, bytes) else f"a {type(nonce).__name__}"
+        if given != "16 bytes":
+            raise ValueError(f"boot_nonce is {given}, needed are 16 bytes")
 
     def to_proto(self) -> engine_pb2.EngineIdentity:
         return engine_pb2.EngineIdentity(engine_id=self.engine_id, boot_nonce=self.boot_nonce)
