@@ -28,6 +28,7 @@ from kvd_proto.v1 import operator_pb2 as pb
 
 MAX_RECORD_SECONDS = 7 * 86400.0
 MAX_REQUESTS_RECORDED = 10_000_000
+SAVED_EVERY_S = 0.5
 _ID_BITS = 63  # what a trace may have
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -82,6 +83,7 @@ class Trace:
     blocks: int = 0
     lost: int = 0
     last_ms: int = 0
+    saved_s: float = 0.0
 
     def add(self, message: pb.RecordedRequest) -> None:
         """Write a request as a line, its blocks under keyed numbers."""
@@ -102,6 +104,13 @@ class Trace:
             self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
             self.requests += 1
             self.blocks += len(ids)
+
+    def save(self) -> None:
+        """Now and then, what was recorded to the file: who is killed leaves that much."""
+        if (now := time.monotonic()) >= self.saved_s + SAVED_EVERY_S:
+            with self.ends.put_off():
+                self.file.flush()
+            self.saved_s = now
 
     def _number(self, name: bytes) -> int:
         digest = hashlib.blake2b(name, digest_size=8, key=self.key).digest()
@@ -203,6 +212,8 @@ def _record(given: SimpleNamespace, trace: Trace) -> None:
                     trace.add(each)
                     if trace.requests == given.requests:
                         return
+                if message.requests:
+                    trace.save()
         except grpc.RpcError as error:
             is_over = given.seconds and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             if not is_over:

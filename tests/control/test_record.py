@@ -12,6 +12,8 @@ import resource
 import signal
 import subprocess
 import sys
+import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from click.testing import CliRunner
 
 from kvd.cli.exits import EXIT_FAILED, Failure
 from kvd.cli.record import Trace, command
-from kvd.cli.replay.trace import read_trace
+from kvd.cli.replay.trace import TraceError, read_trace
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import NamespaceId
 from kvd.runtime.recorder import (
@@ -65,6 +67,12 @@ def recording(running: RunningDaemon, file: Path, *more: str) -> subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def unpacked(file: Path) -> bytes:
+    """What is whole of it."""
+    written = file.read_bytes()
+    return zlib.decompressobj(wbits=31).decompress(written) if file.suffix == ".gz" else written
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
@@ -114,6 +122,27 @@ def test_interrupted_the_file_is_whole(
     assert "left out" in out
     assert gzip.decompress((tmp_path / "trace.gz").read_bytes()).count(b"\n") in (0, 1)
     assert not engine.next("recording").prompts
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_killed_it_leaves_what_came_before(
+    running: RunningDaemon, tmp_path: Path, name: str
+) -> None:
+    engine = RawScheduler(running.socket, capabilities=["prompts"], identity=identity(f"k-{name}"))
+    process = recording(running, tmp_path / name)
+    engine.next("recording")
+    engine.step(requests=[told("a", 1)], end_step=True)
+    deadline = time.monotonic() + 60
+    while b"\n" not in (lines := unpacked(tmp_path / name)):
+        assert time.monotonic() < deadline, "nothing is saved"
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert json.loads(lines)["input_length"] == 17
+    if name.endswith("gz"):
+        with pytest.raises(TraceError, match=r"save the whole lines: zcat "):
+            read_trace(tmp_path / name)
     engine.close()
 
 

@@ -259,6 +259,10 @@ def test_missing_empty_and_torn_traces_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(TraceError, match=r"no requests.*Fix: "):
         read_trace(tmp_path / "empty")
+    cut = tmp_path / "cut"
+    cut.write_text(f"{line()}\n{{")
+    with pytest.raises(TraceError, match=r":2: not JSON.*Fix: .*a last line that was cut"):
+        read_trace(cut)
     torn = tmp_path / "torn.gz"
     torn.write_bytes(gzip.compress(f"{line()}\n".encode() * 1000)[:-20])
     with pytest.raises(TraceError, match=r"broken gzip.*Fix: "):

@@ -81,7 +81,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
-            f"{path}:{number + 1}: broken gzip ({error}). Fix: fetch the file again"
+            f"{path}:{number + 1}: broken gzip ({error}). Fix: fetch the file again, or save the"
+            f" whole lines: zcat {path} | sed '$d'"
         ) from error
     except OSError as error:
         raise TraceError(
@@ -104,8 +105,9 @@ def _parse(line: bytes, where: str) -> TraceRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
+        cut = "" if line.endswith(b"\n") else "; a last line that was cut: remove it, sed '$d'"
         raise TraceError(
-            f"{where}: not JSON ({error}). Fix: one JSON object a line, in UTF-8"
+            f"{where}: not JSON ({error}). Fix: one JSON object a line, in UTF-8{cut}"
         ) from error
     if not isinstance(fields, dict):
         raise TraceError(f'{where}: not a JSON object. Fix: write {{"timestamp": …}} a line')
