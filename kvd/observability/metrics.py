@@ -107,7 +107,7 @@ _COUNTERS = (
         "Handed-off blocks not there, or over a cap.",
         "hand_off_unheld",
     ),
-    ("kvd_movers_killed", "Movers ended because a copy passed its deadline.", "movers_killed"),
+    ("kvd_movers_killed", "Movers the daemon ended for a copy past its deadline.", "movers_killed"),
 )
 
 
