@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvd.tiers.store import TierError, TierReason
@@ -45,18 +45,52 @@ class _Count:
         self._ended.wait()
 
 
+class _Turns:
+    """Pieces that no thread has begun: of each call one in turn, so that a question of a few does
+    not wait for a write of thousands."""
+
+    def __init__(self) -> None:
+        self._calls: dict[_Count, deque[Work]] = {}  # that have pieces here; the next one first
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def put(self, works: Sequence[Work], call: _Count) -> None:
+        if works:
+            with self._changed:
+                self._calls.setdefault(call, deque()).extend(works)
+                self._changed.notify(len(works))
+
+    def take(self) -> tuple[Work, _Count] | None:
+        """Wait for the next piece. None: closed, and none is left."""
+        with self._changed:
+            while not self._calls:
+                if self._is_closed:
+                    return None
+                self._changed.wait()
+            call = next(iter(self._calls))
+            works = self._calls.pop(call)
+            work = works.popleft()
+            if works:
+                self._calls[call] = works  # behind the others
+            return work, call
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
 class Flow:
     """Pieces of one call. Each may add others, and who opened it may, until all have ended."""
 
-    def __init__(self, put: Callable[[tuple[Work, _Count]], None]) -> None:
+    def __init__(self, put: Callable[[Sequence[Work], _Count], None]) -> None:
         self._put = put
         self._count = _Count()
 
     def add(self, works: Sequence[Work]) -> None:
         """Have these done, in their turn."""
         self._count.up(len(works))
-        for work in works:
-            self._put((work, self._count))
+        self._put(works, self._count)
 
     def wait(self) -> None:
         """Return when all have ended. A piece that raises breaks an assertion."""
@@ -66,14 +100,14 @@ class Flow:
 
 
 class Gang:
-    """Some threads that take pieces of work in turn. Any thread may call.
+    """Some threads that take pieces of work, of each call in turn. Any thread may call.
 
     When `do` or `flow` has ended, no thread holds on to anything of the pieces any more: they have
     views of memory that is only lent.
     """
 
     def __init__(self, name: str, count: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, _Count] | None] = queue.SimpleQueue()
+        self._turns = _Turns()
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
             for number in range(count)
@@ -90,7 +124,7 @@ class Gang:
     @contextlib.contextmanager
     def flow(self) -> Iterator[Flow]:
         """Pieces that are added meanwhile; ends when all have ended."""
-        flow = Flow(self._queue.put)
+        flow = Flow(self._turns.put)
         try:
             yield flow
         finally:
@@ -98,13 +132,12 @@ class Gang:
 
     def close(self) -> None:
         """End the threads, once what is under way has ended."""
-        for _ in self._threads:
-            self._queue.put(None)
+        self._turns.close()
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
-        while (given := self._queue.get()) is not None:
+        while (given := self._turns.take()) is not None:
             work, count = given
             given = None
             try:

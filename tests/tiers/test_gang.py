@@ -59,6 +59,48 @@ def test_calls_of_many_threads_end_each_with_its_own_pieces(gang: Gang) -> None:
     assert wrong == []
 
 
+def test_a_small_call_does_not_wait_for_all_pieces_of_a_large_one(gang: Gang) -> None:
+    may_end, begun = threading.Semaphore(0), threading.Semaphore(0)
+
+    def piece() -> None:
+        begun.release()
+        assert may_end.acquire(timeout=20)
+
+    large = threading.Thread(target=gang.do, args=([piece] * 300,))
+    large.start()
+    assert all(begun.acquire(timeout=20) for _ in range(3)), "each thread has one"
+    small = threading.Thread(target=gang.do, args=([lambda: None] * 2,))
+    small.start()
+    for _ in range(20):
+        may_end.release()
+    small.join(20)
+    ended = not small.is_alive()
+    for _ in range(280):
+        may_end.release()
+    for thread in (large, small):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert ended, "it waited for what came before it"
+
+
+def test_what_was_given_before_the_end_is_done() -> None:
+    gang, done = Gang("test", 1), list[int]()
+    began, may = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        may.wait(20)
+
+    pieces = [first, *[partial(done.append, number) for number in range(9)]]
+    call = threading.Thread(target=gang.do, args=(pieces,))
+    call.start()
+    assert began.wait(20)
+    threading.Timer(0.1, may.set).start()
+    gang.close()
+    call.join(20)
+    assert done == list(range(9))
+
+
 def test_a_piece_that_breaks_is_told_once_the_others_have_ended(gang: Gang) -> None:
     done: list[int] = []
     with pytest.raises(AssertionError, match="a piece of a call broke"), gang.flow() as flow:
