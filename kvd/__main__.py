@@ -18,7 +18,9 @@ with ends_at_once():
     import click
 
     from kvd.cli.commands import CLI
-    from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, Failure, is_of_output
+    from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, Failure, NobodyReads, is_of_output
+
+_LISTS = (["events"], ["namespaces"], ["status"])  # who reads them may have enough at any line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,16 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return EXIT_INTERRUPTED
+    except NobodyReads:
+        _write_no_more()
+        return 0 if words[:1] in _LISTS else EXIT_FAILED
     except OSError as error:
         if not is_of_output(error):
             raise
-        with contextlib.suppress(OSError):  # what is still to be written is lost, too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # `kvd status | head`
-            with contextlib.suppress(OSError):
-                Failure(f"the output can't be written: {error.strerror}").show()
+        _write_no_more()
+        with contextlib.suppress(OSError):
+            Failure(f"the output can't be written: {error.strerror}").show()
         return EXIT_FAILED
     return ended if isinstance(ended, int) else 0
+
+
+def _write_no_more() -> None:
+    """What is still to be written is lost, too."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

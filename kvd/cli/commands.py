@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 import kvd
+from kvd.cli.exits import NobodyReads
 from kvd.cli.interrupts import ends_at_once
 
 # Name, what it does in a line, and where its `command` is; in the order of `kvd --help`.
@@ -48,6 +50,13 @@ class Commands(click.Group):
                     found: click.Command = import_module(module).command
                 return found
         return None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. NobodyReads comes out, where click itself would end the process."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise NobodyReads from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """All of them in a line each, none of them imported."""

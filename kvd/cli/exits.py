@@ -24,6 +24,10 @@ def is_of_output(error: OSError) -> bool:
     return isinstance(error, BrokenPipeError) or error.errno in _OF_FILES
 
 
+class NobodyReads(Exception):
+    """Whoever read the output has ended: `kvd events | head`."""
+
+
 class Failure(click.ClickException):
     """Ends a command with one line and an exit code."""
 

@@ -18,7 +18,7 @@ PAGE = "kvd.1"
 GUIDE = "commands.md"
 WIDTH = 100
 EXIT_CODES = (
-    (0, "done, and nothing is wrong"),
+    (0, "done, and nothing is wrong; a list whose reader had enough, as `head`, counts as done"),
     (1, "failed: nobody answers, the daemon can't start, or the asked said no"),
     (2, "misused: flags, variables or the configuration file"),
     (3, "done, and what it found is bad: broken invariants, faults, jobs left"),

@@ -251,6 +251,31 @@ def test_the_status_is_watched(stored: RunningDaemon, capsys: pytest.CaptureFixt
     assert all(f"blocks {BLOCKS}" in line and "GB/s" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("status", 0),
+        ("status --watch --every 0.2", 0),
+        ("events", 0),
+        ("namespaces", 0),
+        ("doctor", 1),  # its status is its verdict, and nobody has heard it
+    ],
+)
+def test_a_list_whose_reader_has_enough_has_ended_well(
+    stored: RunningDaemon, words: str, status: int
+) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "kvd", *words.split(), "--socket", stored.socket]
+    try:
+        ended = subprocess.run(
+            command, stdout=theirs, stderr=subprocess.PIPE, check=False, timeout=60
+        )
+    finally:
+        os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (status, b"")
+
+
 def _incarnation(lines: IO[str]) -> str:
     return next(line for line in lines if '"incarnation"' in line)
 
