@@ -107,7 +107,11 @@ _COUNTERS = (
         "Handed-off blocks not there, or over a cap.",
         "hand_off_unheld",
     ),
-    ("kvd_movers_killed", "Movers the daemon ended for a copy past its deadline.", "movers_killed"),
+    (
+        "kvd_movers_killed",
+        "Movers ended for a late copy, by the daemon or a worker, or by a crash in a copy.",
+        "movers_killed",
+    ),
 )
 
 

@@ -87,6 +87,26 @@ def test_a_mover_whose_copy_is_late_is_counted_once(bench: Bench) -> None:
     assert "movers_killed" not in counted(bench, lambda: bench.tick(late - 1))
     assert counted(bench, lambda: bench.tick(1))["movers_killed"] == 1
     assert "movers_killed" not in counted(bench, lambda: bench.tick(1))
+    mover = next(iter(bench.machine.state.movers))
+    assert "movers_killed" not in counted(bench, lambda: bench.feed(ev.MoverGone(mover, "")))
+
+
+@pytest.mark.parametrize(
+    ("copies", "told_to_end", "counts"),
+    [(True, False, 1), (True, True, 0), (False, False, 0)],
+    ids=["with copies", "told to end", "idle"],
+)
+def test_a_mover_that_ends_by_itself_counts_where_it_had_copies(
+    bench: Bench, copies: bool, told_to_end: bool, counts: int
+) -> None:
+    """Its worker ends one whose load is late, without a word to the daemon."""
+    if copies:
+        bench.load([1, 2])
+    mover = next(iter(bench.machine.state.movers))
+    if told_to_end:
+        bench.feed(ev.RankEnding(mover, ""))
+    work = counted(bench, lambda: bench.feed(ev.MoverGone(mover, "")))
+    assert work.get("movers_killed", 0) == counts
 
 
 def test_a_row_that_the_pool_had_no_memory_for_is_counted() -> None:

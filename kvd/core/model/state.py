@@ -307,7 +307,7 @@ class Counters:
     hand_off_taken: int = 0  # of those, loaded by another session
     hand_off_expired: int = 0  # of those, taken by nobody in time
     hand_off_unheld: int = 0  # named by a hand-off, but not there or beyond a cap
-    movers_killed: int = 0  # movers
+    movers_killed: int = 0  # movers, for a late copy or with copies under way
     refused: dict[str, int] = field(default_factory=dict)  # jobs by reason
     hinted: dict[tuple[str, str], int] = field(default_factory=dict)  # by hint and outcome
 

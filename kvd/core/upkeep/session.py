@@ -258,6 +258,8 @@ def mover_gone(turn: Turn, event: MoverGone) -> None:
     if mover is None:
         return
     session = state.sessions[mover.session]
+    if mover.is_serving and mover.transfers:  # nobody told us to end it: its worker did, or a crash
+        state.counters.movers_killed += 1
     transfer.mover_gone(turn, mover)
     for row in list(state.retiring):
         row_unmapped(turn, row, event.mover)
