@@ -107,11 +107,7 @@ _COUNTERS = (
         "Handed-off blocks not there, or over a cap.",
         "hand_off_unheld",
     ),
-    (
-        "kvd_movers_killed",
-        "Movers ended for a late copy, by the daemon or a worker, or by a crash in a copy.",
-        "movers_killed",
-    ),
+    ("kvd_movers_killed", "Movers that ended amid a copy, as a late one.", "movers_killed"),
 )
 
 
