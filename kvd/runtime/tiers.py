@@ -95,6 +95,7 @@ class TierTold(NamedTuple):
     """What is known of one tier's process."""
 
     problem: str  # why there is none, or was none before
+    short_lives: int  # of its processes, in a row
     usage: TierUsage
 
 
@@ -195,6 +196,7 @@ class Tiers:
         return [
             TierTold(
                 self._keepers[place].problem if self._keepers else "",
+                self._keepers[place].short_lives if self._keepers else 0,
                 self.usage.get(TierId(place), NO_USAGE),
             )
             for place in range(len(self._rules))

@@ -102,6 +102,8 @@ class TierKeeper:
         self.stage = KeeperStage.STARTING
         self.reason = ""  # why there is none, or was none before this one
         self.process: TierProcess | None = None
+        self._short_lives = 0  # of the processes before this one, since one that served long
+        self._served_since = 0.0  # by the loop's time
         self._config = config
         self._records = records
         self._listener = listener
@@ -144,6 +146,14 @@ class TierKeeper:
         return self._yet_to_serve if self._starting else self.reason
 
     @property
+    def short_lives(self) -> int:
+        """How many processes in a row ended soon or never served; 0 while one has served long."""
+        return 0 if self.process is not None and self._has_served_long() else self._short_lives
+
+    def _has_served_long(self) -> bool:
+        return asyncio.get_running_loop().time() - self._served_since >= LONGEST_WAIT_S
+
+    @property
     def _yet_to_serve(self) -> str:
         """It may read a large index, or hang in the kernel, where nobody can end it."""
         why = f"its process (pid {self._starting}) has yet to open its store"
@@ -152,33 +162,34 @@ class TierKeeper:
     async def _keep(self) -> None:
         wait_s = FIRST_WAIT_S
         while True:
-            if await self._serve() >= LONGEST_WAIT_S:
+            await self._serve()
+            if not self._short_lives:
                 wait_s = FIRST_WAIT_S
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.STARTING)
 
-    async def _serve(self) -> float:
-        """One process, from its start to its end; for how many seconds it served."""
+    async def _serve(self) -> None:
+        """One process, from its start to its end."""
         self._ended = None
         slow = asyncio.get_running_loop().call_later(SLOW_START_S, self._say_slow_start)
         try:
             process = await self._launch(self._config, self, self._bounds)
         except ProcessStartError as error:
+            self._short_lives += 1
             self._wait_after(f"it does not start: {error}")
-            return 0.0
+            return
         finally:
             slow.cancel()
             self._starting = 0
         self._config = replace(self._config, mounts=process.mounts)
-        began = asyncio.get_running_loop().time()  # how long it took to start does not count
+        self._served_since = asyncio.get_running_loop().time()  # how long it took to start is not
         self._ended = asyncio.get_running_loop().create_future()
         self.process = process
         self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.SERVING)
         log.info("%s serves (pid %d)", self._config.title, process.pid)
         self._listener.tier_started(self._config.tier, process)
         await asyncio.shield(self._ended)
-        return asyncio.get_running_loop().time() - began
 
     def _say_slow_start(self) -> None:
         log.warning("%s: %s", self._config.title, self._yet_to_serve)
@@ -219,6 +230,7 @@ class TierKeeper:
 
     def tier_gone(self, tier: TierId, reason: str) -> None:
         self.process = None
+        self._short_lives = 0 if self._has_served_long() else self._short_lives + 1
         self._wait_after(f"its process ended: {reason}")
         try:
             self._listener.tier_gone(tier, reason)

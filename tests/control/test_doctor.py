@@ -143,6 +143,19 @@ def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
     assert any("workers" in found.fix for found in faults(on))
 
 
+@pytest.mark.parametrize(("short_lives", "said"), [(0, False), (1, False), (2, True)])
+def test_a_tier_that_ends_again_and_again_is_not_well_while_it_serves(
+    place: Path, short_lives: int, said: bool
+) -> None:
+    on = subject(place)
+    assert on.status is not None
+    on.status.tiers.add(
+        name="disk", serving=True, problem="killed by SIGKILL", short_lives=short_lives
+    )
+    found = [each.problem for each in faults(on)]
+    assert any("2 times in a row" in each and "SIGKILL" in each for each in found) is said
+
+
 def test_what_a_library_that_is_missing_needs_is_told_whole(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

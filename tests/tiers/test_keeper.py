@@ -243,6 +243,34 @@ def test_it_waits_longer_each_time_but_for_who_served_long(
         assert loop.run_until_complete(run()) == waits
 
 
+@pytest.mark.parametrize(
+    ("serves_s", "counts"),
+    [([], 0), ([59.9], 1), ([None, 0.01, None], 3), ([0.01, 60.1], 0), ([0.01, 60.1, 1.0], 1)],
+)
+def test_short_lives_in_a_row_are_counted_until_one_has_served_long(
+    tmp_path: Path, serves_s: list[float | None], counts: int
+) -> None:
+    async def run() -> list[int]:
+        heard, told = Heard(), list[int]()
+        heard.deaf = True
+        brief = Brief(0.0, [*serves_s, 61.0])
+
+        async def launch(*about: Any) -> TierProcess:
+            process = await brief.launch(*about)
+            for after_s in (0.0, 60.5):
+                loop.call_later(after_s, lambda: told.append(keeper.short_lives))
+            return process
+
+        config = TierConfig(TierId(3), MEMORY, {}, ExtentFiles(tmp_path, 0, 1 << 20))
+        keeper = TierKeeper(config, heard, heard, launch=launch)
+        await brief.left.wait()
+        await keeper.close()
+        return told[-2:]
+
+    with contextlib.closing(VirtualTimeLoop()) as loop:
+        assert loop.run_until_complete(run()) == [counts, 0]
+
+
 @short_waits
 @on_loop
 async def test_a_store_that_can_not_be_opened_is_tried_again_and_complained_of_once(

@@ -418,6 +418,10 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
             why = tier.problem or "its process is being started"
             problem = f"tier {tier.name} is not served: {why}"
             yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
+        elif tier.short_lives > 1:
+            often = f"{tier.short_lives} times in a row it served for less than a minute"
+            problem = f"tier {tier.name} serves, but {often}: {tier.problem}"
+            yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Diagnosis]], ...] = (

@@ -101,6 +101,7 @@ class StatusReport:
                 blocks_refused=tier.counters.refused,
                 answer_seconds=tier.answer_seconds,
                 read_seconds=tier.read_seconds,
+                short_lives=said.short_lives,
             )
             for tier, said in zip(now.tiers, self._driver.tiers.told(), strict=True)
         ]
