@@ -168,6 +168,20 @@ class Rank:
         for batches in backend._opened:
             assert batches.wait_usable(PATIENCE_S), batches.problem
 
+    def attach_anew(self, **options: Any) -> None:
+        """A backend with these options in the place of the one that there is."""
+        socket = self.backend.options.socket_path
+        self.controller.detach_storage_backend()
+        with parallel():
+            self.controller.attach_storage_backend(
+                "dynamic",
+                prefetch_threshold=PAGE_TOKENS,
+                model_name="a-model",
+                storage_backend_extra_config=extra_config(socket, **options),
+            )
+        self.backend = self.controller.storage_backend
+        self.wait_usable()
+
     def fill(self, tokens: Sequence[int], seed: int) -> torch.Tensor:
         """Host pages for these tokens, with bytes that only this seed has."""
         indices = self.pool.alloc(len(tokens))

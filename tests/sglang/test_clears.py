@@ -10,7 +10,7 @@ import pytest
 from kvd_client.integrations.sglang import namespace
 from tests.sglang.conftest import StartRank
 from tests.sglang.prompts import PAGES, keys, prompt
-from tests.sglang.rig import PAGE_TOKENS, Rank, extra_config, mla_device_pool, parallel
+from tests.sglang.rig import Rank, mla_device_pool
 
 
 def store(rank: Rank, number: int) -> None:
@@ -66,17 +66,7 @@ def test_a_backend_that_is_attached_anew_finds_nothing_of_before_the_clear(
     rank, other = start_rank(), start_rank()
     store(rank, 40)
     clear(rank)
-    socket = rank.backend.options.socket_path
-    rank.controller.detach_storage_backend()
-    with parallel():
-        rank.controller.attach_storage_backend(
-            "dynamic",
-            prefetch_threshold=PAGE_TOKENS,
-            model_name="a-model",
-            storage_backend_extra_config=extra_config(socket),
-        )
-    rank.backend = rank.controller.storage_backend
-    rank.wait_usable()
+    rank.attach_anew()
     assert rank.backend.batch_exists(keys(40)) == 0
     store(rank, 41)
     assert rank.backend.batch_exists(keys(41)) == PAGES

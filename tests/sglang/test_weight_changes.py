@@ -13,7 +13,7 @@ from kvd_client.integrations.sglang import namespace
 from kvd_client.integrations.sglang.weights import WeightsWatch
 from tests.sglang.conftest import StartRank
 from tests.sglang.prompts import PAGES, prompt
-from tests.sglang.rig import PAGE_TOKENS, Rank, extra_config, mla_device_pool, parallel
+from tests.sglang.rig import PAGE_TOKENS, Rank, mla_device_pool
 
 TOKENS = PAGES * PAGE_TOKENS
 
@@ -138,7 +138,7 @@ def test_pages_that_sglang_has_not_flushed_are_neither_kept_nor_found(
         if number == 1:
             rank.controller.reset()
             assert found(rank, 2) == 0
-    attach_anew(rank, {})
+    rank.attach_anew()
     assert (found(rank, 2), store(rank, 3)) == (0, 0)
     rank.controller.reset()
     assert (found(rank, 2), found(rank, 3)) == (0, 0)
@@ -154,7 +154,7 @@ def test_a_backend_that_is_attached_anew_goes_on_without_the_old_pages(
     assert store(rank, 4) == TOKENS
     change()
     rank.controller.reset()
-    attach_anew(rank, unshared)
+    rank.attach_anew(**unshared)
     assert found(rank, 4) == 0
 
 
@@ -164,29 +164,15 @@ def test_weights_that_have_a_new_name_are_shared_under_it(start_rank: StartRank)
     assert store(rank, 5) == TOKENS
     change()
     rank.controller.reset()
-    attach_anew(rank, names[1])
+    rank.attach_anew(**names[1])
     assert store(rank, 6) == TOKENS
     later = [start_rank(options=name) for name in names]
     assert [found(each, 5) for each in later] == [TOKENS, 0]
     assert [found(each, 6) for each in later] == [0, TOKENS]
     change()
     rank.controller.reset()
-    attach_anew(rank, names[0])  # which may be right, and may be not
+    rank.attach_anew(**names[0])  # which may be right, and may be not
     assert found(rank, 5) == 0
-
-
-def attach_anew(rank: Rank, options: dict[str, Any]) -> None:
-    socket = rank.backend.options.socket_path
-    rank.controller.detach_storage_backend()
-    with parallel():
-        rank.controller.attach_storage_backend(
-            "dynamic",
-            prefetch_threshold=PAGE_TOKENS,
-            model_name="a-model",
-            storage_backend_extra_config=extra_config(socket, **options),
-        )
-    rank.backend = rank.controller.storage_backend
-    rank.wait_usable()
 
 
 def test_experts_that_are_read_once_more_are_no_change() -> None:

@@ -105,9 +105,8 @@ class SimStand(BytesStand):
     device: LateDevice | None = None  # none: what is launched is done
 
     def add(self, request: Request) -> None:
-        request.priority = (
-            hash_of(request.request_id) % PRIORITIES
-        )  # of no account unless asked for
+        # Of no account where the scheduler's policy is another.
+        request.priority = hash_of(request.request_id) % PRIORITIES
         super().add(request)
 
     def launch(self, what: Callable[[], None]) -> None:
@@ -193,7 +192,6 @@ class VllmEngine(ClientEngine):
     width: int = field(kw_only=True)  # engine blocks in one of kvd's
     wanted_tokens: int = field(kw_only=True)  # of a prompt that is stored and loaded in the end
     rows: Rows = field(kw_only=True)
-    audited: int = 0
     stores_done: int = 0  # of all its lives, as `loads_done`
 
     # -- its life -----------------------------------------------------------------------------
@@ -366,15 +364,14 @@ class VllmEngine(ClientEngine):
         assert not self.rank._worker._jobs._open, "a rank's job never ended"
         assert not self.connection._lookups._answers, "an answer of a lookup is kept for nobody"
         with self._alive():
-            self.audited = self._audit()
+            self._audit()
         self.take_memory_back()
 
-    def _audit(self) -> int:
+    def _audit(self) -> None:
         """Load all that this process has stored and the daemon still has. Each must be right."""
         session = self.connection.session
-        if session is None or not session.ranks_ready:
-            return 0
-        return self.stand.audit(self.connection)
+        if session is not None and session.ranks_ready:
+            self.stand.audit(self.connection)
 
     def end_all(self) -> None:
         scheduler = self.stand.scheduler
