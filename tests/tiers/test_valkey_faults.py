@@ -355,12 +355,12 @@ def keep_one(store: ValkeyStore) -> bool:
 def test_blocks_are_served_while_their_slots_move(cluster: ValkeyCluster, how: str) -> None:
     store = opened(cluster, value_bytes=VALUE_BYTES[how])
     keep(store, NUMBERS)
-    here, there = cluster.servers[:2]
-    slots = {n: slot_of(store._book.record_name(key(n))) for n in of_server(cluster, store, 0)}
+    giver, taker = (0, 1) if how == WHOLE else (1, 2)  # late words of the other's move end this one
+    here, there = cluster.servers[giver], cluster.servers[taker]
+    slots = {n: slot_of(store._book.record_name(key(n))) for n in of_server(cluster, store, giver)}
     moved = list(slots.values())
-    cluster.begin_move(moved, giver=0, taker=1)
-    values = [names_of(store, n) for n in slots]
-    for some in zip(*values, strict=True):  # a record without its pieces, then more of them
+    cluster.begin_move(moved, giver=giver, taker=taker)
+    for some in zip(*[names_of(store, n) for n in slots], strict=True):  # records, then pieces
         for name in some:
             here.call("MIGRATE", "127.0.0.1", there.port, name, 0, 5000)
         found = outcomes_of_reading(store)
@@ -368,14 +368,14 @@ def test_blocks_are_served_while_their_slots_move(cluster: ValkeyCluster, how: s
         assert all(found[n] is DONE for n in NUMBERS if n not in slots)
     assert all(found[n] is FAILED for n in slots), "they are not gone"
     assert store.exists([key(n) for n in slots], soon()) == [Found.UNKNOWN] * len(slots)
-    cluster.end_move(moved, taker=1)
+    cluster.end_move(moved, taker=taker)
     until(lambda: set(outcomes_of_reading(store).values()) == {DONE})
     keep(store, NUMBERS)
     assert set(outcomes_of_reading(store).values()) == {DONE}
     store.delete_scopes([ONE], soon())
     assert set(outcomes_of_reading(store).values()) == {MISSING}
-    cluster.begin_move(moved, giver=1, taker=0)
-    cluster.end_move(moved, taker=0)
+    cluster.begin_move(moved, giver=taker, taker=giver)
+    cluster.end_move(moved, taker=giver)
 
 
 # -- values that are not what they were -------------------------------------------------------
