@@ -98,7 +98,12 @@ class Driver:
         self.fleet = MoverFleet(pool, self.post, self._observer, self.turns, launch)
         self.fleet.on_rank_lost = self._rank_lost
         self.tiers = Tiers(
-            tiers, pool, machine.fingerprint_of, self.fleet.report, self.allocate_mover_id
+            tiers,
+            pool,
+            machine.fingerprint_of,
+            machine.tenant_of,
+            self.fleet.report,
+            self.allocate_mover_id,
         )
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
         self._next_session = 0

@@ -22,7 +22,7 @@ from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.events import Event
-from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
+from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TenantId, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
 from kvd.core.upkeep.statistics import Statistics, TierFigures
 from kvd.pool.generations import EVERY, NAME_BYTES, bits_of
@@ -107,6 +107,7 @@ class Tiers:
         rules: Sequence[TierRule],
         pool: Pool,
         fingerprint_of: Callable[[NamespaceId], str],
+        tenant_of: Callable[[NamespaceId], TenantId | None],
         report: Callable[[Event | asyncio.Future[None]], None],
         allocate_mover: Callable[[], MoverId],
     ) -> None:
@@ -114,6 +115,7 @@ class Tiers:
         self._rules = tuple(rules)
         self._pool = pool
         self._fingerprint_of = fingerprint_of
+        self._tenant_of = tenant_of
         self._report = report
         self._allocate_mover = allocate_mover
         self._keepers: list[TierKeeper] = []
@@ -338,16 +340,17 @@ class Tiers:
     def _give(self, process: TierProcess, number: OrderId, order: Asked) -> bool:
         deadline = time.monotonic() + self._rules[order.tier].deadline_seconds
         scope = self._scope(order.tier, order.name)
+        tenant = self._tenant_of(order.name.namespace) or ""
         match order:
             case act.AskTier():
-                return process.exists(number, (ScopedKeys(scope, order.keys),), deadline)
+                return process.exists(number, (ScopedKeys(scope, order.keys),), deadline, tenant)
             case act.WriteToTier():
                 placed = (self._placed(scope, order),)
-                return process.write(number, placed, deadline, again=order.again)
+                return process.write(number, placed, deadline, tenant, again=order.again)
             case act.ReadFromTier():
                 if not self._pool.has(order.slots):
                     return False  # a row that the pool had no memory for
-                return process.read(number, (self._placed(scope, order),), deadline)
+                return process.read(number, (self._placed(scope, order),), deadline, tenant)
             case _:
                 assert_never(order)
 

@@ -168,7 +168,7 @@ class Order:
     """What the process is to ask its store. `content`: scopes where whole scopes are to go.
 
     deadline: seconds of time.monotonic(), which all processes of the machine share. again: a
-    write's blocks are likely there.
+    write's blocks are likely there. tenant: whose it is; "" where it is nobody's.
     """
 
     order: OrderId
@@ -176,6 +176,7 @@ class Order:
     deadline: float
     content: tuple[ScopedKeys, ...] | tuple[PlacedBlocks, ...] | tuple[bytes, ...]
     again: bool = False
+    tenant: str = ""
 
     @property
     def count(self) -> int:
@@ -223,7 +224,8 @@ class TierLeft:
     more: bool = False
 
 
-_ORDER = struct.Struct("<QdII")  # ..., how many parts, 1 where they are likely there
+# ..., how many parts, 1 where they are likely there, bytes of the tenant
+_ORDER = struct.Struct("<QdIII4x")
 _KEYS = struct.Struct("<II")  # keys, bytes of each hash
 _BLOCKS = struct.Struct("<IIII")  # blocks, bytes of each hash, shards, 1 with sums
 _ANSWER = struct.Struct("<QQQIIII")  # ..., end, how many values and sums, bytes of the reason
@@ -258,7 +260,9 @@ def unpack_config(body: bytes) -> TierConfig:
 
 def pack_order(order: Order) -> bytes:
     """The body of a frame of the order's kind."""
-    pieces = [_ORDER.pack(order.order, order.deadline, len(order.content), order.again)]
+    tenant = order.tenant.encode()
+    head = order.order, order.deadline, len(order.content), order.again, len(tenant)
+    pieces = [_ORDER.pack(*head), _padded(tenant)]
     for part in order.content:
         if isinstance(part, bytes):
             pieces += [_WORD.pack(len(part)), part.ljust(SCOPE_BYTES, b"\0")]
@@ -286,7 +290,10 @@ def _packed_keys(part: ScopedKeys) -> list[bytes]:
 
 
 def _packed(array: npt.NDArray[Any], dtype: str) -> bytes:
-    raw = np.ascontiguousarray(array, dtype=dtype).tobytes()
+    return _padded(np.ascontiguousarray(array, dtype=dtype).tobytes())
+
+
+def _padded(raw: bytes) -> bytes:
     return raw + b"\0" * (-len(raw) % 8)
 
 
@@ -315,7 +322,8 @@ class _Body:
 def unpack_order(kind: TierFrame, body: bytes) -> Order:
     """BadFrame for one that no store could be asked."""
     source = _Body(body)
-    number, deadline, parts, again = source.fields(_ORDER)
+    number, deadline, parts, again, tenant_bytes = source.fields(_ORDER)
+    tenant = str(source.raw(tenant_bytes), "utf-8", "replace")
     if not 1 <= parts <= MAX_BLOCKS_PER_CALL:
         raise BadFrame(f"an order of {parts} parts")
     content: Any
@@ -325,7 +333,7 @@ def unpack_order(kind: TierFrame, body: bytes) -> Order:
         content = tuple(_blocks(source) for _ in range(parts))
     else:
         content = tuple(_keys(source) for _ in range(parts))
-    order = Order(OrderId(number), kind, deadline, content, bool(again))
+    order = Order(OrderId(number), kind, deadline, content, bool(again), tenant)
     require_order(order)
     return order
 

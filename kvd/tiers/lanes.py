@@ -4,6 +4,10 @@ Questions come before reads, reads before writes. Beyond that, writes leave room
 takes all the calls that a store takes at once while another may come. So a read waits for no write
 where a store takes two calls, and a question for no copy where it takes three.
 
+Of each kind, tenants take one in turn. Where a store takes four calls, one tenant never has them
+all, and what it may have is shared among its kinds likewise: who asks little waits for no call of
+somebody who asks much.
+
 A delete waits for the writes that were ordered before it, running ones too: what it deletes is not
 written again by them.
 """
@@ -12,11 +16,13 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvd.core.lifecycle import step
-from kvd.tiers.frames import Order, OrderId, TierFrame
+from kvd.tiers.frames import COPIES, Order, OrderId, TierFrame
 
 
 class WorkState(enum.Enum):
@@ -45,18 +51,127 @@ class Work:
     state: WorkState = WorkState.QUEUED
 
 
+class CallRoom:
+    """So many calls, of how many kinds they run, and which may yet begin."""
+
+    def __init__(self, calls: int) -> None:
+        self._most = calls
+        self._most_copies = calls - 1 if calls > 2 else calls
+        self._most_writes = max(1, self._most_copies - 1)
+        self._running: Counter[TierFrame] = Counter()
+
+    def has(self, kind: TierFrame) -> bool:
+        """Whether one of this kind may begin."""
+        writes = self._running[TierFrame.WRITE]
+        copies = self._running[TierFrame.READ] + writes
+        if self._running.total() >= self._most or (kind in COPIES and copies >= self._most_copies):
+            return False
+        return kind is not TierFrame.WRITE or writes < self._most_writes
+
+    def count(self, kind: TierFrame, change: int) -> None:
+        """One begins (1), or has ended (-1)."""
+        self._running[kind] += change
+
+    @property
+    def writes(self) -> int:
+        """That run."""
+        return self._running[TierFrame.WRITE]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether none runs."""
+        return not self._running.total()
+
+
+class TenantLanes:
+    """Orders of one kind that wait: of each tenant the first come first, and tenants in turn."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, deque[Work]] = {}  # that have any; whose turn it is first
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def append(self, work: Work) -> None:
+        """One is there."""
+        self._of.setdefault(work.order.tenant, deque()).append(work)
+
+    def remove(self, work: Work) -> None:
+        """One is taken back."""
+        lane = self._of[work.order.tenant]
+        lane.remove(work)
+        if not lane:
+            del self._of[work.order.tenant]
+
+    def __contains__(self, work: Work) -> bool:
+        return work in self._of.get(work.order.tenant, ())
+
+    def next(self, may: Callable[[str], bool]) -> Work | None:
+        """The next one, of a tenant that may. None: there is none."""
+        tenant = next(filter(may, self._of), None)
+        if tenant is None:
+            return None
+        lane = self._of.pop(tenant)
+        work = lane.popleft()
+        if lane:
+            self._of[tenant] = lane  # behind the others
+        return work
+
+
+class ChangeLanes:
+    """Writes and deletes that wait. No write passes a delete, or is passed by one."""
+
+    def __init__(self) -> None:
+        self._parts: deque[TenantLanes | Work] = deque()  # writes without a delete between; deletes
+
+    def append(self, work: Work) -> None:
+        """One is there."""
+        if work.order.kind is not TierFrame.WRITE:
+            self._parts.append(work)
+            return
+        if not self._parts or isinstance(self._parts[-1], Work):
+            self._parts.append(TenantLanes())
+        last = self._parts[-1]
+        assert isinstance(last, TenantLanes), "it was just added"
+        last.append(work)
+
+    def remove(self, work: Work) -> None:
+        """One is taken back."""
+        if work.order.kind is not TierFrame.WRITE:
+            self._parts.remove(work)
+            return
+        part = next(p for p in self._parts if isinstance(p, TenantLanes) and work in p)
+        part.remove(work)
+        if not part:
+            self._parts.remove(part)
+
+    def next(self, may: Callable[[TierFrame, str], bool], *, writes: int) -> Work | None:
+        """The next one that may, while so many writes run. None: there is none."""
+        if not self._parts:
+            return None
+        first = self._parts[0]
+        if isinstance(first, Work):
+            if writes or not may(first.order.kind, first.order.tenant):
+                return None
+            self._parts.popleft()
+            return first
+        work = first.next(partial(may, TierFrame.WRITE))
+        if not first:
+            self._parts.popleft()
+        return work
+
+
 class Lanes:
     """The orders that wait and run. Any thread; the sender of orders bounds how many there are."""
 
     def __init__(self, calls: int) -> None:
-        self._most_copies = calls - 1 if calls > 2 else calls
-        self._most_writes = max(1, self._most_copies - 1)
-        self._free = calls
-        self._running = {TierFrame.READ: 0, TierFrame.WRITE: 0}
+        self._room = CallRoom(calls)
+        self._calls_of_one = calls - 1 if calls > 3 else calls
+        self._rooms: dict[str, CallRoom] = {}  # of tenants that have some running
         self._open: dict[OrderId, Work] = {}
-        self._questions: deque[Work] = deque()
-        self._reads: deque[Work] = deque()
-        self._changes: deque[Work] = deque()  # writes and deletes, in their order
+        self._questions = TenantLanes()
+        self._reads = TenantLanes()
+        self._changes = ChangeLanes()
         self._closed = False
         self._changed = threading.Condition()
 
@@ -84,9 +199,7 @@ class Lanes:
             work = self._next()
             if work is not None:
                 work.state = step(WORK_STEPS, work.state, WorkState.RUNNING)
-                self._free -= 1
-                if work.order.kind in self._running:
-                    self._running[work.order.kind] += 1
+                self._count(work.order, 1)
             return work
 
     def end(self, work: Work) -> None:
@@ -94,9 +207,7 @@ class Lanes:
         with self._changed:
             work.state = step(WORK_STEPS, work.state, WorkState.ENDED)
             del self._open[work.order.order]
-            self._free += 1
-            if work.order.kind in self._running:
-                self._running[work.order.kind] -= 1
+            self._count(work.order, -1)
             # Its end may let one of each lane run, and whoever waits can't know which.
             self._changed.notify_all()
 
@@ -118,7 +229,7 @@ class Lanes:
             self._closed = True
             self._changed.notify_all()
 
-    def _lane(self, work: Work) -> deque[Work]:
+    def _lane(self, work: Work) -> TenantLanes | ChangeLanes:
         match work.order.kind:
             case TierFrame.EXISTS:
                 return self._questions
@@ -127,19 +238,21 @@ class Lanes:
             case _:
                 return self._changes
 
+    def _count(self, order: Order, change: int) -> None:
+        self._room.count(order.kind, change)
+        room = self._rooms.setdefault(order.tenant, CallRoom(self._calls_of_one))
+        room.count(order.kind, change)
+        if room.is_empty:
+            del self._rooms[order.tenant]
+
+    def _may(self, kind: TierFrame, tenant: str) -> bool:
+        """Whether one more of the tenant's may run."""
+        room = self._rooms.get(tenant)
+        return self._room.has(kind) and (room is None or room.has(kind))
+
     def _next(self) -> Work | None:
-        if self._free == 0:
-            return None
-        if self._questions:
-            return self._questions.popleft()
-        copies = sum(self._running.values())
-        if self._reads and copies < self._most_copies:
-            return self._reads.popleft()
-        if not self._changes:
-            return None
-        writing = self._running[TierFrame.WRITE]
-        if self._changes[0].order.kind is TierFrame.WRITE:
-            may = writing < self._most_writes and copies < self._most_copies
-        else:
-            may = writing == 0
-        return self._changes.popleft() if may else None
+        return (
+            self._questions.next(partial(self._may, TierFrame.EXISTS))
+            or self._reads.next(partial(self._may, TierFrame.READ))
+            or self._changes.next(self._may, writes=self._room.writes)
+        )

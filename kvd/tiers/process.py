@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from kvd.core.keys import RowId, TierId
+from kvd.core.model.tiers import TenantShare
 from kvd.processes.framing import BadFrame, frame
 from kvd.processes.launch import launch
 from kvd.processes.parent import OwnedProcess, ProcessStartError
@@ -53,7 +53,7 @@ __all__ = [
 
 START_S = 60.0  # a store may wait for a server
 START_DISK_S = 600.0  # a disk's reads its index, of a hundred million blocks maybe
-# What one tier may have been given and not yet answered, unless the site says less.
+# What one tier may owe one tenant that asks it alone, unless the site says less.
 MAX_KEYS_QUEUED = 65_536  # and scopes
 MAX_READS_QUEUED = 8_192  # blocks
 MAX_WRITES_QUEUED = 8_192  # blocks
@@ -66,9 +66,15 @@ NOTES_S = 10.0  # likewise while it has notes, and nothing is asked of it
 LEFT_S = 0.02  # between two questions what has left its store
 
 
+TENANTS_BOUNDS = 2  # times what a tier may owe one tenant that asks it alone: what it may owe all
+
+
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """What one tier may have been given and not yet answered: keys, and blocks of each kind."""
+    """What a tenant that asks a tier alone may have it owe: keys, and blocks of each kind.
+
+    All tenants have TENANTS_BOUNDS times as much, each at most as much as it leaves the others.
+    """
 
     keys: int = MAX_KEYS_QUEUED
     reads: int = MAX_READS_QUEUED
@@ -155,7 +161,7 @@ class TierProcess(OwnedProcess):
         self._sink = sink
         self._bounds = bounds
         self._given: dict[OrderId, _Given] = {}
-        self._queued: Counter[TierFrame] = Counter()  # keys or blocks, by lane
+        self._queued = {lane: TenantShare() for lane in _LANES}  # keys or blocks
         self._unmapping: dict[RowId, asyncio.TimerHandle] = {}
         self._usages_due = 0  # at most: one is being told, and one is asked for
         self._next_look = 0.0  # at the usage
@@ -189,21 +195,27 @@ class TierProcess(OwnedProcess):
 
     # -- orders -----------------------------------------------------------------------------
     # Each is taken, or refused at once with False: as much is queued as may be, or the process is
-    # ending. One order always fits an empty queue. `deadline` is seconds of time.monotonic().
+    # ending. One order always fits where its tenant has none. `deadline` is seconds of
+    # time.monotonic(); `tenant` is whose the blocks are: tenants take turns.
 
-    def exists(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
+    def exists(
+        self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float, tenant: str = ""
+    ) -> bool:
         """Ask which of these keys are there."""
-        return self._give(Order(order, TierFrame.EXISTS, deadline, tuple(keys)))
+        return self._give(Order(order, TierFrame.EXISTS, deadline, tuple(keys), tenant=tenant))
 
-    def read(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
+    def read(
+        self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float, tenant: str = ""
+    ) -> bool:
         """Have slots filled with these blocks' bytes; nobody else may use them until it ended."""
-        return self._give(Order(order, TierFrame.READ, deadline, tuple(blocks)))
+        return self._give(Order(order, TierFrame.READ, deadline, tuple(blocks), tenant=tenant))
 
     def write(
         self,
         order: OrderId,
         blocks: Sequence[PlacedBlocks],
         deadline: float,
+        tenant: str = "",
         *,
         again: bool = False,
     ) -> bool:
@@ -211,7 +223,7 @@ class TierProcess(OwnedProcess):
 
         `again`: they are likely there.
         """
-        return self._give(Order(order, TierFrame.WRITE, deadline, tuple(blocks), again))
+        return self._give(Order(order, TierFrame.WRITE, deadline, tuple(blocks), again, tenant))
 
     def delete(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
         """Have blocks forgotten, also those of writes that were ordered before."""
@@ -255,22 +267,22 @@ class TierProcess(OwnedProcess):
     @property
     def queued(self) -> dict[str, int]:
         """Keys and blocks that were given and not answered, by kind."""
-        return {kind.name.lower(): self._queued[kind] for kind in _LANES}
+        return {kind.name.lower(): self._queued[kind].whole for kind in _LANES}
 
     def _give(self, order: Order) -> bool:
         assert order.order not in self._given, "two open orders have one number"
         frames.require_order(order)
         lane = _lane(order)
-        waiting = self._queued[lane]
         if self.ending:
             return False
-        if waiting and waiting + order.count > self._bounds.of(lane):
+        most = TENANTS_BOUNDS * self._bounds.of(lane)
+        if not self._queued[lane].fits(order.tenant, most, order.count):
             return False
         self._write(order.kind, frames.pack_order(order))
         given = self._given[order.order] = _Given(order)
         left_s = max(0.0, order.deadline - time.monotonic())
         given.timer = self._loop.call_later(left_s, self._pass_deadline, given)
-        self._queued[lane] += order.count
+        self._queued[lane].count(order.tenant, order.count)
         return True
 
     # -- deadlines --------------------------------------------------------------------------
@@ -349,7 +361,7 @@ class TierProcess(OwnedProcess):
     def _end_order(self, given: _Given, answer: TierAnswer) -> None:
         order = given.order
         del self._given[order.order]
-        self._queued[_lane(order)] -= order.count
+        self._queued[_lane(order)].count(order.tenant, -order.count)
         if given.timer is not None:
             given.timer.cancel()
         if given.state is OrderState.OPEN or order.kind in COPIES:

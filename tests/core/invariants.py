@@ -23,7 +23,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Filling, Piece, Wait
 from kvd.core.model.size_class import Tally
 from kvd.core.model.slots import SlotState
-from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, SEARCH_BLOCKS, CopyKind
+from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, SEARCH_BLOCKS, CopyKind, Tier
 from kvd.core.upkeep import verify
 from kvd.core.upkeep.verify import Finding
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -390,6 +390,16 @@ def _check_waits(state: State) -> None:
         assert tenant.waiting_bytes == waiting[tenant.tenant] <= MAX_TENANT_WAITING_BYTES
 
 
+def _check_paces(state: State, tier: Tier) -> None:
+    reads: dict[str, list[int]] = {}
+    for number, copy in tier.copies.items():
+        if copy.kind is CopyKind.READ:
+            reads.setdefault(copy.parts[0].size_class.tenant.tenant, []).append(number)
+    timed = {tenant: list(pace.reads) for tenant, pace in tier.paces.items() if pace.reads}
+    assert timed == reads, "copies whose time is taken"
+    assert tier.paces.keys() <= state.tenants.keys(), "a tenant that is known"
+
+
 def _check_tiers(state: State) -> None:
     """I10: shares are of running copies; what is sought is counted and found by its tag."""
     below = state.below
@@ -424,8 +434,7 @@ def _check_tiers(state: State) -> None:
         assert tier.behind_blocks.taken == waiting, "blocks that wait to be written"
         assert tier.behind_blocks.whole == sum(waiting.values()) <= MAX_BEHIND_BLOCKS
         assert tier.is_serving or not (tier.copies or tier.searches), "a tier without a process"
-        reads = [number for number, c in tier.copies.items() if c.kind is CopyKind.READ]
-        assert list(tier.pace.reads) == reads, "copies whose time is taken"
+        _check_paces(state, tier)
     assert below.promoting.taken == promoting, "bytes on their way up"
     assert below.promoting.whole == sum(promoting.values())
     assert below.promoting.whole < state.pool_bytes * state.config.promotion_share + largest

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from kvd.core import events as ev
-from kvd.core.keys import MoverId, TierId
+from kvd.core.keys import MoverId, TenantId, TierId
 from kvd.core.model.tiers import TierTerms
 from kvd.core.tiers.pace import PROBE_NS, SILENT_NS
-from tests.core.bench import MS, SECOND
+from tests.core.bench import MS, SECOND, spec
 from tests.core.test_tiers import DISK, FAR, Stage, stage
 
 NUMBERS = tuple(range(1, 5))
+TENANT = TenantId("tenant")
 
 
 def ready(*rules: TierTerms) -> Stage:
@@ -61,7 +62,7 @@ def test_a_few_late_answers_are_enough_and_one_alone_is_not() -> None:
     assert ask(on, "first", DISK.seek_ns) == "PPPP"
     assert ask(on, "second", DISK.seek_ns) == "PPPP"
     late = 2
-    while on.bench.machine.state.below.tiers[0].pace.answer_ns <= DISK.seek_ns:
+    while on.bench.machine.state.below.tiers[0].pace_for(TENANT).answer_ns <= DISK.seek_ns:
         ask(on, f"r{late}", DISK.seek_ns)
         late += 1
     assert late <= 5
@@ -77,7 +78,7 @@ def test_one_request_at_a_time_tries_it_and_a_good_answer_stands_alone() -> None
     on.bench.now_ns += MS
     on.answer()
     assert on.look(*NUMBERS, request="afterwards") == "PPPP"
-    assert on.bench.machine.state.below.tiers[0].pace.answer_ns == MS
+    assert on.bench.machine.state.below.tiers[0].pace_for(TENANT).answer_ns == MS
 
 
 def test_a_tier_that_reads_too_slowly_is_not_asked_either() -> None:
@@ -103,13 +104,13 @@ def test_while_a_copy_hangs_nothing_is_begun_that_would_wait_longer() -> None:
     assert on.look(21, request="another") == "M"
     on.read()
     assert on.look(22, request="not yet") in ("M", "P")
-    assert hanging.copy not in on.bench.machine.state.below.tiers[0].pace.reads
+    assert hanging.copy not in on.bench.machine.state.below.tiers[0].pace_for(TENANT).reads
 
 
 def test_what_was_found_is_not_read_once_it_would_come_too_late() -> None:
     on = ready()
     assert ask(on, "finds", MS) == "PPPP"
-    pace = on.bench.machine.state.below.tiers[0].pace
+    pace = on.bench.machine.state.below.tiers[0].pace_for(TENANT)
     pace.read_ns = 2 * DISK.seek_ns
     pace.probe_ns = on.bench.now_ns + SECOND
     on.step()
@@ -120,8 +121,8 @@ def test_what_was_found_is_not_read_once_it_would_come_too_late() -> None:
 
 def test_the_next_tier_is_asked_at_once_where_the_first_is_slow() -> None:
     on = ready(DISK, FAR)
-    on.bench.machine.state.below.tiers[0].pace.answer_ns = 10 * DISK.seek_ns
-    on.bench.machine.state.below.tiers[0].pace.probe_ns = on.bench.now_ns + SECOND
+    on.bench.machine.state.below.tiers[0].pace_for(TENANT).answer_ns = 10 * DISK.seek_ns
+    on.bench.machine.state.below.tiers[0].pace_for(TENANT).probe_ns = on.bench.now_ns + SECOND
     assert on.look(*NUMBERS) == "PPPP"
     assert [order.tier for order in on.asked] == [1]
 
@@ -154,9 +155,34 @@ def test_where_all_tiers_owe_an_answer_each_is_asked_once() -> None:
     assert [order.tier for order in on.asked] == [0, 1, 0]
 
 
+def test_what_one_tenant_waits_for_says_nothing_of_another() -> None:
+    on = ready()
+    on.bench.open(2, spec("ns 2", "other"))
+    assert [ask(on, f"r{number}", DISK.seek_ns) for number in range(6)][:3] == ["PPPP"] * 3
+    on.look(*NUMBERS, request="tries")
+    assert on.look(*NUMBERS, request="slow") == "MMMM"
+    assert on.look(*NUMBERS, request="beside", session=2) == "PPPP"
+    tier = on.bench.machine.state.below.tiers[0]
+    assert tier.paces[TENANT].answer_ns > DISK.seek_ns
+    on.bench.now_ns += MS
+    on.answer()
+    assert tier.paces[TenantId("other")].answer_ns < MS
+
+
+def test_while_one_tenants_copy_hangs_another_is_not_kept_from_the_tier() -> None:
+    on = ready()
+    on.bench.open(2, spec("ns 2", "other"))
+    ask(on, "hangs", MS)
+    on.step()
+    on.bench.now_ns += DISK.seek_ns + MS
+    on.look(20, request="tries")
+    assert on.look(21, request="another") == "M"
+    assert on.look(*NUMBERS, request="beside", session=2) == "PPPP"
+
+
 def test_another_process_is_another_pace() -> None:
     on = ready()
-    on.bench.machine.state.below.tiers[0].pace.answer_ns = 10 * DISK.seek_ns
+    on.bench.machine.state.below.tiers[0].pace_for(TENANT).answer_ns = 10 * DISK.seek_ns
     on.feed(ev.TierGone(TierId(0)))
     on.feed(ev.TierStarted(TierId(0), MoverId(9100)))
     assert on.look(*NUMBERS) == "PPPP"
@@ -165,7 +191,7 @@ def test_another_process_is_another_pace() -> None:
 @pytest.mark.parametrize("kind", ["question", "copy"])
 def test_what_a_process_refuses_says_nothing_of_its_pace(kind: str) -> None:
     on = ready()
-    pace = on.bench.machine.state.below.tiers[0].pace
+    pace = on.bench.machine.state.below.tiers[0].pace_for(TENANT)
     ask(on, "first", 100 * MS)
     before = pace.answer_ns, pace.read_ns
     if kind == "question":
@@ -189,7 +215,7 @@ def test_what_a_process_refuses_says_nothing_of_its_pace(kind: str) -> None:
 
 def test_a_read_that_fails_at_once_makes_a_tier_no_faster() -> None:
     on = ready()
-    pace = on.bench.machine.state.below.tiers[0].pace
+    pace = on.bench.machine.state.below.tiers[0].pace_for(TENANT)
     pace.read_ns = 100 * MS
     ask(on, "fails", MS)
     on.step()

@@ -67,11 +67,12 @@ class Stage:
         account: str = "",
         tiers: tuple[int, ...] = (),
         first: int = 0,
+        session: int = 1,
     ) -> str:
         """M(iss), H(it), P(ending)."""
         context = ev.RequestContext(RequestId(request), account=account, tiers_allowed=tiers)
         query = ev.Query(context, 0, keys(*numbers), mode, first_block=first)
-        actions = self.feed(ev.LookupRequested(SessionId(1), (query,)))
+        actions = self.feed(ev.LookupRequested(SessionId(session), (query,)))
         (reply,) = only(actions, act.Reply)
         return "".join("MHPR"[status & 3] for status in reply.payload[0].statuses)
 

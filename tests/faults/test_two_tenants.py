@@ -1,4 +1,5 @@
-"""A tenant that opens engine after engine takes no more of a full pool than its share."""
+"""A tenant that opens engine after engine takes no more of a full pool than its share, and one that
+asks a tier much keeps nobody else from it."""
 
 from __future__ import annotations
 
@@ -9,10 +10,23 @@ from pathlib import Path
 
 from tests.control.daemon_rig import RawEngine, block, identity, namespace, store_job
 from tests.faults.scene import MakeScene, Scene
+from tests.faults.test_tiers import evict, tiered, wait_for_tier
+from tests.tiers.gated_store import MANY, Gate
+from tests.waiting import wait_until
 
 MIB = 1 << 20
+UIDS = f"uids = [{os.getuid()}]\n"
+TENANTS = f"[tenants.many]\n{UIDS}[tenants.one]\n{UIDS}"
+TIER = """
+[[tiers]]
+name = "gated"
+store = "tests.tiers.gated_store:GatedStore"
+deadline_seconds = 60.0
+options = {{ signs = "{signs}", concurrency = {calls} }}
+"""
+CALLS = 5  # that the store takes at once
 EXTENTS = 8
-MANY = 10  # engines of one tenant, each with a model of its own: more than there are rows
+MANY_ENGINES = 10  # engines of one tenant, each with a model of its own: more than there are rows
 AT_ONCE = 32  # blocks of a store
 PATIENCE_SECONDS = 60.0
 
@@ -46,12 +60,11 @@ def test_tenant_with_more_engines_than_rows_leaves_another_its_share(
     own_scene: MakeScene, tmp_path: Path
 ) -> None:
     config = tmp_path / "kvd.toml"
-    uids = f"uids = [{os.getuid()}]\n"
-    config.write_text(f"[tenants.many]\n{uids}[tenants.one]\n{uids}")
+    config.write_text(TENANTS)
     scene = own_scene(EXTENTS * MIB, config=config)
     engines: list[Storer] = []
     try:
-        engines += [Storer(scene, f"many {number}", "many") for number in range(MANY)]
+        engines += [Storer(scene, f"many {number}", "many") for number in range(MANY_ENGINES)]
         until = time.monotonic() + PATIENCE_SECONDS
         while used_mib(scene, "many") < EXTENTS - 1 and time.monotonic() < until:
             for each in engines:
@@ -63,7 +76,7 @@ def test_tenant_with_more_engines_than_rows_leaves_another_its_share(
             for each in engines:
                 each.store()
         assert has > EXTENTS / 2 - 1, "half of the pool, but for what it is about to fill"
-        served = [False] * MANY
+        served = [False] * MANY_ENGINES
         until = time.monotonic() + PATIENCE_SECONDS
         while not all(served) and time.monotonic() < until:
             other.store()
@@ -73,3 +86,23 @@ def test_tenant_with_more_engines_than_rows_leaves_another_its_share(
     finally:
         for each in engines:
             each.engine.close()
+
+
+def test_tenant_whose_questions_hang_keeps_no_other_from_a_tier(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "signs")
+    tier = TIER.format(signs=tmp_path / "signs", calls=CALLS)
+    with tiered(tmp_path, TENANTS + tier) as scene:
+        wait_for_tier(scene)
+        many = scene.start_engine("many", tenant="many", model="many")
+        one = scene.engine("one", tenant="one", model="one")
+        many.wait_usable()
+        prompts = [f"prompt {number}" for number in range(4)]
+        for prompt in prompts:
+            assert one.store(prompt, 4) == 4
+        wait_until(lambda: not scene.status().tiers[0].bytes_down, "the last writes")
+        evict(one)
+        with gate.held("exists of many"):
+            for number in range(2 * CALLS):
+                many.ask("ask_once", request=f"r{number}", prefix=f"nowhere {number}", count=MANY)
+            gate.wait_for("exists of many")
+            assert [one.load(prompt, 4) for prompt in prompts] == [4] * 4

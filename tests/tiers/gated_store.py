@@ -11,6 +11,8 @@ from kvd.tiers.store import Outcome, TierBlock, TierKey, TierOptions
 from tests.tiers.memory_store import MemoryStore
 from tests.waiting import wait_until
 
+MANY = 128  # keys: such questions have a gate of their own
+
 
 class Gate:
     """Both sides of it: the test's, and the store's."""
@@ -47,7 +49,7 @@ class GatedStore(MemoryStore):
         self._gate = Gate(Path(str(options["signs"])))
 
     def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
-        self._gate.pass_through("exists")
+        self._gate.pass_through("exists" if len(keys) < MANY else "exists of many")
         return super().exists(keys, deadline + 60)
 
     def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:

@@ -25,10 +25,10 @@ class Queue:
         self.lanes = Lanes(calls)
         self._last = 0
 
-    def put(self, *kinds: TierFrame) -> None:
+    def put(self, *kinds: TierFrame, tenant: str = "") -> None:
         for kind in kinds:
             self._last += 1
-            self.lanes.put(Work(Order(OrderId(self._last), kind, 0.0, ())))
+            self.lanes.put(Work(Order(OrderId(self._last), kind, 0.0, (), tenant=tenant)))
 
     def taken(self) -> list[Work]:
         """All that may run now, one after the other."""
@@ -45,8 +45,9 @@ def kinds(works: list[Work]) -> list[TierFrame]:
         (1, [EXISTS]),
         (2, [EXISTS, EXISTS]),
         (3, [EXISTS, EXISTS, READ]),
-        (4, [EXISTS, EXISTS, READ, READ]),
-        (8, [EXISTS, EXISTS, READ, READ, WRITE, WRITE]),
+        (4, [EXISTS, EXISTS, READ]),
+        (5, [EXISTS, EXISTS, READ, READ]),
+        (9, [EXISTS, EXISTS, READ, READ, WRITE, WRITE]),
     ],
 )
 def test_questions_come_before_reads_and_reads_before_writes(
@@ -57,7 +58,9 @@ def test_questions_come_before_reads_and_reads_before_writes(
     assert kinds(queue.taken()) == first
 
 
-@pytest.mark.parametrize(("calls", "writes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 6), (64, 62)])
+@pytest.mark.parametrize(
+    ("calls", "writes"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (9, 6), (64, 61)]
+)
 def test_writes_leave_room_for_a_read_and_a_question(calls: int, writes: int) -> None:
     queue = Queue(calls)
     queue.put(*[WRITE] * 100)
@@ -68,13 +71,56 @@ def test_writes_leave_room_for_a_read_and_a_question(calls: int, writes: int) ->
     assert kinds(queue.taken()) == ([EXISTS] if calls > 2 else [])
 
 
-@pytest.mark.parametrize(("calls", "reads"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("calls", "reads"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3)])
 def test_reads_leave_room_for_a_question(calls: int, reads: int) -> None:
     queue = Queue(calls)
     queue.put(*[READ] * 100)
     assert kinds(queue.taken()) == [READ] * reads
     queue.put(EXISTS)
     assert kinds(queue.taken()) == ([EXISTS] if calls > 2 else [])
+
+
+@pytest.mark.parametrize(("calls", "beside"), [(1, 0), (3, 0), (4, 1), (5, 1), (64, 1)])
+@pytest.mark.parametrize("kind", [EXISTS, READ, WRITE])
+def test_one_tenant_never_has_all_calls(calls: int, beside: int, kind: TierFrame) -> None:
+    queue = Queue(calls)
+    queue.put(*[EXISTS, READ, WRITE] * 100, tenant="much")
+    much = queue.taken()
+    queue.put(kind, kind, tenant="little")
+    assert kinds(much) == [EXISTS] * (calls - beside)
+    assert kinds(queue.taken()) == [kind] * beside
+
+
+def test_of_each_kind_tenants_take_one_in_turn() -> None:
+    queue = Queue(2)
+    for kind in (EXISTS, READ, WRITE):
+        queue.put(*[kind] * 4, tenant="a")
+        queue.put(*[kind] * 2, tenant="b")
+        queue.put(kind, tenant="c")
+    turns = []
+    while works := queue.taken():
+        turns += [(work.order.kind, work.order.tenant) for work in works]
+        for work in works:
+            queue.lanes.end(work)
+    assert [tenant for kind, tenant in turns if kind is EXISTS] == list("abcabaa")
+    assert [tenant for kind, tenant in turns if kind is READ] == list("abcabaa")
+    assert [tenant for kind, tenant in turns if kind is WRITE] == list("abcabaa")
+
+
+def test_what_a_tenant_takes_back_costs_no_other_its_turn() -> None:
+    queue = Queue(1)
+    queue.put(EXISTS, tenant="a")
+    (running,) = queue.taken()
+    queue.put(EXISTS, EXISTS, tenant="b")
+    queue.put(EXISTS, tenant="c")
+    assert queue.lanes.withdraw(OrderId(2))
+    assert queue.lanes.withdraw(OrderId(3))
+    queue.lanes.end(running)
+    (next_one,) = queue.taken()
+    assert next_one.order.tenant == "c"
+    queue.put(EXISTS, tenant="b")
+    queue.lanes.end(next_one)
+    assert [work.order.order for work in queue.taken()] == [5]
 
 
 def test_a_delete_waits_for_writes_before_it_and_those_after_wait_for_it() -> None:
@@ -86,6 +132,40 @@ def test_a_delete_waits_for_writes_before_it_and_those_after_wait_for_it() -> No
     assert queue.taken() == []
     queue.lanes.end(writes[1])
     assert kinds(queue.taken()) == [DELETE, WRITE]
+
+
+def test_no_tenants_write_passes_a_delete_or_is_passed_by_one() -> None:
+    queue = Queue(9)
+    queue.put(*[WRITE] * 8, tenant="a")
+    queue.put(WRITE, tenant="b")
+    queue.put(DELETE, DELETE)
+    queue.put(WRITE, WRITE, tenant="c")
+    queue.put(*[EXISTS] * 8, tenant="a")
+    order = []
+    while works := queue.taken():
+        order += [work for work in works if work.order.kind is not EXISTS]
+        queue.lanes.end(works[-1])
+        for work in works[:-1]:
+            queue.lanes.end(work)
+    tenants = [work.order.tenant or work.order.kind for work in order]
+    assert sorted(tenants[:9]) == [*"aaaaaaaab"]
+    assert "b" in tenants[:2]
+    assert tenants[9:] == [DELETE, DELETE, "c", "c"]
+
+
+def test_writes_are_withdrawn_before_and_behind_a_delete() -> None:
+    queue = Queue(9)
+    queue.put(WRITE, DELETE, WRITE, WRITE)  # 1 to 4
+    assert queue.lanes.withdraw(OrderId(1))
+    assert queue.lanes.withdraw(OrderId(4))
+    assert [work.order.order for work in queue.taken()] == [2, 3]
+    queue.put(DELETE, WRITE, DELETE)  # 5 to 7, behind the write that runs
+    assert queue.lanes.withdraw(OrderId(6))
+    assert queue.taken() == []
+    assert queue.lanes.withdraw(OrderId(5))
+    queue.put(WRITE)
+    assert queue.lanes.withdraw(OrderId(7))
+    assert [work.order.order for work in queue.taken()] == [8]
 
 
 def test_what_is_withdrawn_never_runs_and_lets_others() -> None:

@@ -315,6 +315,24 @@ async def test_beyond_what_may_be_queued_orders_are_refused_at_once() -> None:
         await r.sink.answer(6)
 
 
+@on_loop
+async def test_of_a_tiers_queue_each_tenant_has_as_much_as_it_leaves_the_others() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Slow", QueueBounds(keys=8), exists=True)
+        assert tier.exists(r.next_order(), keys(*range(8)), soon(), "a"), "all, if it is alone"
+        assert not tier.exists(OrderId(90), keys(1), soon(), "a")
+        assert tier.exists(r.next_order(), keys(*range(4)), soon(), "b")
+        assert not tier.exists(OrderId(91), keys(1), soon(), "b")
+        assert tier.exists(r.next_order(), keys(1, 2), soon(), "c")
+        assert tier.exists(r.next_order(), keys(*range(100)), soon(), "d"), "one, however large"
+        assert not tier.exists(OrderId(92), keys(1), soon(), "e"), "twice as much as one may have"
+        assert tier.queued["exists"] == 114
+        r.sign("go")
+        await r.sink.until(lambda: len(r.sink.answers) == 4)
+        assert tier.exists(r.next_order(), keys(*range(8)), soon(), "e"), "the queue is empty"
+        await r.sink.answer(5)
+
+
 def test_a_tiers_queue_is_bounded_though_the_site_says_nothing() -> None:
     assert QueueBounds() == QueueBounds(65_536, 8_192, 8_192)
 

@@ -15,7 +15,7 @@ import pytest
 from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import NamespaceId, ScopeName, SearchId, TierId
+from kvd.core.keys import NamespaceId, ScopeName, SearchId, TenantId, TierId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.tiers import TierCounters
 from kvd.core.upkeep.statistics import TierFigures
@@ -29,9 +29,13 @@ from tests.tiers.tier_rig import OTHER_SCOPE, SCOPE, hashes, keys, on_loop
 TIER = TierId(0)
 
 
+def no_tenant(_namespace: NamespaceId) -> TenantId | None:
+    return None
+
+
 def tiers(reported: list[ev.Event], generations: Generations | None = None) -> Tiers:
     pool = cast(Any, SimpleNamespace(generations=generations))
-    made = Tiers((), pool, str, cast(Any, reported.append), lambda: cast(Any, 1))
+    made = Tiers((), pool, str, no_tenant, cast(Any, reported.append), lambda: cast(Any, 1))
     made._keepers.append(cast(Any, SimpleNamespace(process=object())))
     return made
 
@@ -103,7 +107,7 @@ async def test_so_many_namespaces_are_deleted_one_by_one_and_beyond_that_all(
     generations = Generations(tmp_path / "generations.table")
     pool = cast(Any, SimpleNamespace(generations=generations))
     rules = (TierRule("one", "nobody:Store"),)
-    made = Tiers(rules, pool, str, cast(Any, reported.append), lambda: cast(Any, 1))
+    made = Tiers(rules, pool, str, no_tenant, cast(Any, reported.append), lambda: cast(Any, 1))
     for number in range(1000):
         made.carry_out(act.ClearTier(TIER, f"namespace {number}"))
         assert len(made._deleting[TIER]) <= 4
@@ -127,7 +131,7 @@ async def test_a_shared_store_that_has_deleted_all_owes_no_namespace(
     generations = Generations(tmp_path / "generations.table")
     pool = cast(Any, SimpleNamespace(generations=generations))
     rules = [TierRule(name, "nobody:Store", medium="REMOTE") for name in ("one", "two")]
-    made = Tiers(rules, pool, str, lambda _event: None, lambda: cast(Any, 1))
+    made = Tiers(rules, pool, str, no_tenant, lambda _event: None, lambda: cast(Any, 1))
     process = cast(Any, SimpleNamespace(delete_scopes=Mock(return_value=True)))
 
     def clear(number: int) -> None:
@@ -165,7 +169,7 @@ async def test_a_store_with_another_timeout_is_the_one_that_had_yet_to_delete(
 
     def told(**options: str | float) -> Tiers:
         rule = TierRule("cold", KINDS["s3"], medium="REMOTE", options=options)
-        return Tiers([rule], pool, str, lambda _event: None, lambda: cast(Any, 1))
+        return Tiers([rule], pool, str, no_tenant, lambda _event: None, lambda: cast(Any, 1))
 
     told(bucket="one", request_timeout_seconds=4.0).scopes_cleared(NamespaceId(7))
     made = told(bucket="one", request_timeout_seconds=9.0)
@@ -185,7 +189,7 @@ async def test_what_is_cleared_before_the_tiers_begin_is_deleted_once_they_serve
     generations = Generations(tmp_path / "generations.table")
     pool = cast(Any, SimpleNamespace(generations=generations))
     rules = (TierRule("one", "nobody:Store"),)
-    made = Tiers(rules, pool, str, lambda _event: None, lambda: cast(Any, 1))
+    made = Tiers(rules, pool, str, no_tenant, lambda _event: None, lambda: cast(Any, 1))
     made.carry_out(act.ClearTier(TIER, "a namespace"))
     deleting = Mock(return_value=True)
     process = cast(Any, SimpleNamespace(delete_scopes=deleting))

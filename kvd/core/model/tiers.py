@@ -21,6 +21,7 @@ from kvd.core.keys import (
     SearchId,
     SessionId,
     Slots,
+    TenantId,
     TierId,
 )
 from kvd.core.lifecycle import step
@@ -162,7 +163,8 @@ class Tier:
     writing: TenantShare = field(default_factory=TenantShare)
     behind: deque[Late] = field(default_factory=deque)
     behind_blocks: TenantShare = field(default_factory=TenantShare)
-    pace: TierPace = field(default_factory=TierPace)
+    pace: TierPace = field(default_factory=TierPace)  # for all; only told
+    paces: dict[TenantId, TierPace] = field(default_factory=dict)  # by which it is asked or not
     counters: TierCounters = field(default_factory=TierCounters)
     told: TagMarks = field(default_factory=TagMarks)  # what watchers know that it holds
     doubted: deque[RowId] = field(default_factory=deque)  # whose slots may have its bit in vain
@@ -182,6 +184,13 @@ class Tier:
     def move(self, new: TierState) -> None:
         """Take a step of the table."""
         self.state = step(TIER_STEPS, self.state, new)
+
+    def pace_for(self, tenant: TenantId) -> TierPace:
+        """How long it takes for what this tenant asks."""
+        found = self.paces.get(tenant)
+        if found is None:
+            found = self.paces[tenant] = TierPace()
+        return found
 
     def serves(self, fingerprint: str) -> bool:
         """Whether blocks of this namespace may be sought there, read and written."""

@@ -10,14 +10,16 @@ request's deadline, and reads only if a copy does. Otherwise its blocks are miss
 then a request tries all the same: it finds out when the tier is well again, and then the time that
 it took stands alone.
 
+Each tenant has its own times. They take turns at a tier, so how long one waits for what it asks
+says nothing of another: what is asked much waits long.
+
 A tier that is silent just now may hang, and nobody knows yet how long. While there are others, it
 is asked last.
 """
 
 from __future__ import annotations
 
-from kvd.core.keys import CopyId
-from kvd.core.model.tiers import Search, Tier
+from kvd.core.model.tiers import Search, Sought, Tier, TierCopy, TierPace
 
 WEIGHT = 0.25  # of the last one
 PROBE_NS = 1_000_000_000  # between two requests that try a slow tier
@@ -26,10 +28,10 @@ SILENT_NS = 250_000_000  # since the eldest question: until it is answered other
 
 def may_ask(tier: Tier, search: Search, now_ns: int) -> bool:
     """Whether what the tier holds of the search's blocks can be here in time, or is to be tried."""
-    pace, until_ns = tier.pace, _until_ns(tier, search, now_ns)
-    if now_ns + pace.answer_ns + _read_ns(tier, now_ns) <= until_ns:
+    pace, until_ns = _of(tier, search.sought), _until_ns(tier, search, now_ns)
+    if now_ns + pace.answer_ns + _read_ns(pace, now_ns) <= until_ns:
         return True
-    if now_ns >= until_ns or not _may_probe(tier, now_ns):
+    if now_ns >= until_ns or not _may_probe(pace, now_ns):
         return False
     search.tries = tier.tier
     return True
@@ -43,9 +45,9 @@ def is_silent(tier: Tier, now_ns: int) -> bool:
 
 def may_read(tier: Tier, search: Search, now_ns: int) -> bool:
     """Whether a copy that begins now ends in time, or is to be tried."""
-    until_ns = _until_ns(tier, search, now_ns)
-    in_time = now_ns + _read_ns(tier, now_ns) <= until_ns
-    return in_time or search.tries == tier.tier or _may_probe(tier, now_ns)
+    pace, until_ns = _of(tier, search.sought), _until_ns(tier, search, now_ns)
+    in_time = now_ns + _read_ns(pace, now_ns) <= until_ns
+    return in_time or search.tries == tier.tier or _may_probe(pace, now_ns)
 
 
 def asked(search: Search, now_ns: int) -> None:
@@ -55,42 +57,53 @@ def asked(search: Search, now_ns: int) -> None:
 
 def answered(tier: Tier, search: Search, now_ns: int) -> None:
     """It has an answer."""
-    pace, took_ns, most_ns = tier.pace, now_ns - search.asked_ns, tier.terms.seek_ns
+    took_ns, most_ns = now_ns - search.asked_ns, tier.terms.seek_ns
     counted_ns = 2 * took_ns if took_ns >= most_ns else took_ns
-    pace.answer_ns = _mean(pace.answer_ns, counted_ns, most_ns)
+    for pace in (tier.pace, _of(tier, search.sought)):
+        pace.answer_ns = _mean(pace.answer_ns, counted_ns, most_ns)
 
 
-def read_began(tier: Tier, copy: CopyId, now_ns: int) -> None:
-    """A copy reads from the tier."""
-    tier.pace.reads[copy] = now_ns
+def read_began(copy: TierCopy, now_ns: int) -> None:
+    """A copy reads from its tier."""
+    _of_copy(copy).reads[copy.copy] = now_ns
 
 
-def read_ended(tier: Tier, copy: CopyId, now_ns: int, *, some_came: bool) -> None:
+def read_ended(copy: TierCopy, now_ns: int, *, some_came: bool) -> None:
     """It has ended. One that failed at once says nothing about how long a good one takes."""
-    began_ns = tier.pace.reads.pop(copy)
-    took_ns = now_ns - began_ns
-    if some_came or took_ns >= tier.pace.read_ns:
-        tier.pace.read_ns = _mean(tier.pace.read_ns, took_ns, tier.terms.seek_ns)
+    own = _of_copy(copy)
+    took_ns = now_ns - own.reads.pop(copy.copy)
+    for pace in (copy.tier.pace, own):
+        if some_came or took_ns >= pace.read_ns:
+            pace.read_ns = _mean(pace.read_ns, took_ns, copy.tier.terms.seek_ns)
 
 
-def read_refused(tier: Tier, copy: CopyId) -> None:
+def read_refused(copy: TierCopy) -> None:
     """It never began."""
-    del tier.pace.reads[copy]
+    del _of_copy(copy).reads[copy.copy]
+
+
+def _of_copy(copy: TierCopy) -> TierPace:
+    assert copy.sought is not None, "a read is for somebody"
+    return _of(copy.tier, copy.sought)
+
+
+def _of(tier: Tier, sought: Sought) -> TierPace:
+    return tier.pace_for(sought.owner.tenant.tenant)
 
 
 def _until_ns(tier: Tier, search: Search, now_ns: int) -> int:
     return min(search.sought.until_ns, now_ns + tier.terms.seek_ns)
 
 
-def _read_ns(tier: Tier, now_ns: int) -> float:
-    eldest_ns = next(iter(tier.pace.reads.values()), now_ns)
-    return max(tier.pace.read_ns, now_ns - eldest_ns)
+def _read_ns(pace: TierPace, now_ns: int) -> float:
+    eldest_ns = next(iter(pace.reads.values()), now_ns)
+    return max(pace.read_ns, now_ns - eldest_ns)
 
 
-def _may_probe(tier: Tier, now_ns: int) -> bool:
-    if now_ns < tier.pace.probe_ns:
+def _may_probe(pace: TierPace, now_ns: int) -> bool:
+    if now_ns < pace.probe_ns:
         return False
-    tier.pace.probe_ns = now_ns + PROBE_NS
+    pace.probe_ns = now_ns + PROBE_NS
     return True
 
 

@@ -144,7 +144,7 @@ def _begin_read(turn: Turn, found: Search, tier: Tier, rows: Slots, scope: Scope
     part = Part(sought.owner, (scope,), slots, slots, copies.NO_BLOCKS)
     copy = copies.begin(turn.state, tier, CopyKind.READ, part)
     copy.sought, copy.places = sought, found.places[rows]
-    pace.read_began(tier, copy.copy, turn.now_ns)
+    pace.read_began(copy, turn.now_ns)
     state.add_filling(copy)
     state.below.reading.add(copy, copy.until_ns)
     found.beliefs[rows] = Belief.ON_ITS_WAY

@@ -63,7 +63,7 @@ def _gone(turn: Turn, event: TierGone) -> None:
     state.below.lost.extend(tier.copies.values())
     tier.copies = {}
     writing.forget_late(tier)
-    tier.pace = TierPace()  # the next process has its own
+    tier.pace, tier.paces = TierPace(), {}  # the next process has its own
     for row in list(state.retiring):
         reclaim.row_unmapped(turn, row, tier.mover)
 
@@ -96,10 +96,10 @@ def _copy_ended(turn: Turn, event: TierCopyEnded) -> None:
 
 def _note_pace(turn: Turn, tier: Tier, copy: TierCopy, event: TierCopyEnded) -> None:
     if event.refused:
-        pace.read_refused(tier, copy.copy)
+        pace.read_refused(copy)
         tier.counters.refused += len(copy.parts[0].slots)
     else:
-        pace.read_ended(tier, copy.copy, turn.now_ns, some_came=bool(event.done.any()))
+        pace.read_ended(copy, turn.now_ns, some_came=bool(event.done.any()))
 
 
 def _end(

@@ -85,6 +85,8 @@ def _forget_unnamed(state: State) -> None:
             state.backlog.unnamed[name] = None  # to the end
         else:
             del state.tenants[name]
+            for tier in state.below.tiers:
+                tier.paces.pop(name, None)
 
 
 def _next_in_use(state: State) -> list[SizeClass]:

@@ -31,7 +31,7 @@ from kvd.tiers.store import (
     require_scopes,
 )
 
-CALLS_AT_ONCE = 4
+CALLS_AT_ONCE = 5
 
 
 class DiskStore:

@@ -32,7 +32,7 @@ class MooncakeOptions:
     devices: str = ""
     tenant: str = "default"
     replicas: int = 1
-    calls: int = 4
+    calls: int = 5
     rpc_timeout_seconds: float = 4.0
 
     def __post_init__(self) -> None:

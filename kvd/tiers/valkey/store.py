@@ -30,7 +30,7 @@ from kvd.tiers.valkey.names import NameBook, slot_of
 from kvd.tiers.valkey.options import ValkeyOptions
 from kvd.tiers.valkey.servers import Servers, keys_of
 
-CALLS_AT_ONCE = 4
+CALLS_AT_ONCE = 5
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
 RUN_BYTES = 16 << 20  # whose names are made and looked for at once, while others move
 LEAST_IN_RUN = 64  # blocks

@@ -64,7 +64,13 @@ class SimTier:
 
     # -- what the daemon orders ---------------------------------------------------------------
 
-    def exists(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
+    def exists(
+        self,
+        order: OrderId,
+        keys: Sequence[ScopedKeys],
+        deadline: float,
+        tenant: str = "",
+    ) -> bool:
         return self._take(order, deadline, self._look, keys)
 
     def write(
@@ -72,13 +78,20 @@ class SimTier:
         order: OrderId,
         blocks: Sequence[PlacedBlocks],
         deadline: float,
+        tenant: str = "",
         *,
         again: bool = False,
     ) -> bool:
         """A block that is there is not written again, whether `again` is said or not."""
         return self._take(order, deadline, self._write, blocks, _extents(blocks))
 
-    def read(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
+    def read(
+        self,
+        order: OrderId,
+        blocks: Sequence[PlacedBlocks],
+        deadline: float,
+        tenant: str = "",
+    ) -> bool:
         return self._take(order, deadline, self._read, blocks, _extents(blocks))
 
     def delete_scopes(self, order: OrderId, scopes: Sequence[bytes], deadline: float) -> bool:
