@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
+import stat
 import sys
 from pathlib import Path
 
 LAST = 2  # of their descriptors: standard error's
+PIECE_BYTES = 4096  # a pipe that has room at all has room for so much
 
 
 def fill() -> None:
@@ -21,3 +25,48 @@ def fill() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for good
+
+
+class PromptErrors(io.TextIOBase):
+    """Standard error of a process that waits for nobody who reads it, and that no full disk ends.
+
+    What there is no room for is left out. Any thread may write.
+    """
+
+    def __init__(self) -> None:
+        own = own_way_to(LAST)
+        self._fd = LAST if own is None else own  # for as long as the process lives
+
+    def fileno(self) -> int:
+        """Where it goes."""
+        return self._fd
+
+    def write(self, text: str) -> int:
+        """Write as much as there is room for; what was left out counts as written."""
+        left = text.encode(errors="backslashreplace")
+        room = select.poll()  # of this call's own: two threads can't ask one at once
+        room.register(self._fd, select.POLLOUT)
+        while left:
+            try:
+                done = os.write(self._fd, left[:PIECE_BYTES]) if room.poll(0) else 0
+            except OSError:  # a full disk, nobody reads any more, or others filled the pipe
+                done = 0
+            if not done:
+                break
+            left = left[done:]
+        return len(text)
+
+
+def own_way_to(fd: int) -> int | None:
+    """Another descriptor of a terminal or a pipe, by which no write waits.
+
+    A terminal that has room may have less than a line takes, and a pipe may be full once others
+    have written. To change the descriptor itself would change theirs. None: it is neither, or
+    may not be opened.
+    """
+    if not (stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd)):
+        return None
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return None

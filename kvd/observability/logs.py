@@ -9,11 +9,11 @@ import json
 import logging
 import os
 import select
-import stat
 import sys
 import time
 from typing import TextIO
 
+from kvd.linux.standard_streams import PIECE_BYTES, own_way_to
 from kvd.observability import floods
 from kvd.observability.floods import COUNTED, Floods
 from kvd.observability.printable import printable_lines
@@ -35,7 +35,6 @@ _PRIORITIES = (
     (logging.INFO, 6),
     (logging.NOTSET, 7),
 )
-PIECE_BYTES = 4096  # a pipe that has room at all has room for so much
 LAST_WORDS_SECONDS = 1.0  # that a line which ends the daemon waits for room
 
 
@@ -106,7 +105,7 @@ class PromptHandler(logging.StreamHandler[TextIO]):
         self._fd: int | None = None  # of the stream, or our own
         self._own: int | None = None
         try:
-            self._own = _own_way_to(stream.fileno())
+            self._own = own_way_to(stream.fileno())
             self._fd = stream.fileno() if self._own is None else self._own
             self._room.register(self._fd, select.POLLOUT)
         except (OSError, ValueError):  # it is no file
@@ -152,21 +151,6 @@ class PromptHandler(logging.StreamHandler[TextIO]):
                 return
             written += some
         self._left_out, self._is_cut = 0, False
-
-
-def _own_way_to(fd: int) -> int | None:
-    """Another descriptor of a terminal or a pipe, by which no write waits.
-
-    A terminal that has room may have less than a line takes, and a pipe may be full once others
-    have written. To change the descriptor itself would change theirs. None: it is neither, or
-    may not be opened.
-    """
-    if not (stat.S_ISFIFO(os.fstat(fd).st_mode) or os.isatty(fd)):
-        return None
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        return None
 
 
 def _left_out(lines: int) -> logging.LogRecord:

@@ -10,6 +10,7 @@ import sys
 import threading
 
 from kvd.linux import calls, proc, signals
+from kvd.linux.standard_streams import PromptErrors
 from kvd.processes.framing import BadFrame, FrameReader, Kind, frame
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
@@ -62,8 +63,9 @@ def bind_life_to(parent: int) -> None:
     """End with that process and by it alone. Without a core, with every descriptor there may be.
 
     To be called from the main thread, before any other. Any thread's failure ends the process
-    from now on.
+    from now on. What it says waits for nobody who does not read the log.
     """
+    sys.stderr = PromptErrors()
     # Control ends its processes itself; a terminal's or an init system's signal to the whole
     # group must not end them before their last copy.
     signals.ignore_all()

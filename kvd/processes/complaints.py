@@ -47,4 +47,5 @@ def log_limited(message: str) -> None:
     global _said
     if _said < MAX_COMPLAINTS + (time.monotonic() - _began) // COMPLAINT_SECONDS:
         _said += 1
-        print(f"kvd {_title} {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201
+        line = f"kvd {_title} {os.getpid()}: {message}\n"
+        print(line, end="", file=sys.stderr, flush=True)  # noqa: T201 - whole, in one write

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +30,34 @@ def test_a_process_complains_so_often_and_then_once_in_a_while(
     for _ in range(5):
         log_limited("again")
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+SAYS_MUCH = """
+import logging, os, threading
+from kvd.processes.child import bind_life_to
+from kvd.processes.complaints import log_limited
+bind_life_to(os.getppid())
+def say():
+    for number in range(2000):
+        log_limited("x" * 1000)
+        logging.getLogger("store").warning("y" * 1000)
+threads = [threading.Thread(target=say) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("log", ["a pipe that nobody reads", "a pipe without an end", "/dev/full"])
+def test_a_log_without_room_neither_holds_a_process_up_nor_ends_it(log: str) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as reader, os.fdopen(writing, "wb") as pipe:
+        if log == "a pipe without an end":
+            reader.close()
+        with Path(log).open("wb") if log == "/dev/full" else pipe as stream:
+            child = subprocess.run(
+                [sys.executable, "-c", SAYS_MUCH], stderr=stream, timeout=30, check=False
+            )
+    assert child.returncode == 7
