@@ -259,6 +259,11 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
     for tier in status.tiers:
         if tier.problem and not tier.serving:
             yield f"  WARNING: tier {tier.name}: {tier.problem}"
+        elif tier.short_lives > 1:  # as `kvd doctor` says it
+            yield (
+                f"  WARNING: tier {tier.name} serves, but {tier.short_lives} times in a row it"
+                f" served for less than a minute: {tier.problem}"
+            )
         yield from (f"  tier {tier.name}: {note}" for note in tier.notes)
         if tier.blocks_too_slow:
             yield (

@@ -17,6 +17,7 @@ from kvd.__main__ import main
 from kvd.cli.doctor import checks
 from kvd.cli.doctor.checks import Diagnosis, Subject, findings
 from kvd.cli.doctor.system import OWN_VERSION, System
+from kvd.cli.status import as_text
 from kvd.config.tiers import TierRule
 from kvd.linux import limits
 from kvd.tiers.store import LibraryMissing
@@ -153,7 +154,9 @@ def test_a_tier_that_ends_again_and_again_is_not_well_while_it_serves(
         name="disk", serving=True, problem="killed by SIGKILL", short_lives=short_lives
     )
     found = [each.problem for each in faults(on)]
-    assert any("2 times in a row" in each and "SIGKILL" in each for each in found) is said
+    told = [line for line in as_text(on.status) if "WARNING" in line]  # `kvd status`
+    for lines in (found, told):
+        assert any("2 times in a row" in each and "SIGKILL" in each for each in lines) is said
 
 
 def test_what_a_library_that_is_missing_needs_is_told_whole(
