@@ -25,7 +25,13 @@ from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.linux.proc import is_mounted
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
-from kvd.processes.complaints import finds_no_thread, introduce, log_limited, why_no_thread
+from kvd.processes.complaints import (
+    COMPLAINT_SECONDS,
+    finds_no_thread,
+    introduce,
+    log_limited,
+    why_no_thread,
+)
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd.processes.mappings import Bytes
 from kvd.tiers import frames, sums
@@ -102,6 +108,7 @@ class TierLoop:
         self._lanes = Lanes(calls_at_once)
         self.left = Departures(store)
         self._stopping = False
+        self._say_undeleted_at = 0.0  # monotonic; control asks each second until it is done
         self._usage_wanted = threading.Semaphore(0)
         self._usage_told: TierUsage | None = None
         self._callers = [
@@ -215,7 +222,7 @@ class TierLoop:
         except TierError as error:
             known = error.reason in _REASONS  # they are labels of a metric: no store makes others
             reason = str(error.reason) if known else ProcessReason.STORE_RAISED
-            log_limited(f"{work.order.kind.name} of {work.order.count}: {error}")
+            self._say(work.order, error)
         except StoreLied as error:
             reason = ProcessReason.STORE_LIED
             log_limited(f"the store lied: {error}")
@@ -228,6 +235,15 @@ class TierLoop:
         end = OrderEnd.FAILED if reason else OrderEnd.ANSWERED
         values, copied, summed = answered
         return TierAnswer(order, end, values, copied, duration_ns, reason, summed)
+
+    def _say(self, order: Order, error: TierError) -> None:
+        """Of what is cleared and not deleted yet once in a while, or no other line has room."""
+        if order.kind is TierFrame.DELETE_SCOPES:
+            now = time.monotonic()
+            if now < self._say_undeleted_at:
+                return
+            self._say_undeleted_at = now + COMPLAINT_SECONDS
+        log_limited(f"{order.kind.name} of {order.count}: {error}")
 
     def _require_returned(self, marks: Sequence[weakref.ref[Bytes]]) -> None:
         """End the process where its store kept some of what it was lent: it might write there."""

@@ -179,6 +179,24 @@ async def test_what_a_store_raises_fails_its_orders_and_nothing_else(
         assert not r.sink.usages
 
 
+@on_loop
+async def test_what_a_store_can_not_delete_yet_is_said_once_however_often_it_is_asked(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Raises", what="tier")
+        for _ in range(3):
+            order = r.next_order()
+            assert tier.delete_scopes(order, (b"s" * 32,), soon())
+            assert (await r.sink.answer(order)).end is OrderEnd.FAILED
+        order = r.next_order()
+        assert tier.exists(order, keys(1), soon())
+        assert (await r.sink.answer(order)).end is OrderEnd.FAILED
+    said = capfd.readouterr().err
+    assert said.count("DELETE_SCOPES of 1: nobody answers") == 1
+    assert "EXISTS of 1: nobody answers" in said
+
+
 @pytest.mark.parametrize(
     "lie", ["fewer", "more", "none", "impossible", "negative", "words", "a number"]
 )
