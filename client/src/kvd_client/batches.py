@@ -36,6 +36,7 @@ from kvd_client.worker import GroupLayout, SharedMemory, Worker
 from kvd_client.worker.worker import END_MOVER_TIMEOUT_S, POLL_MAX_S, POLL_S, POLL_SHARE
 from kvd_proto.key_status import HIT, PENDING, RETRY, STATUS_BITS
 from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.limits import U32_MAX
 from kvd_proto.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 _RAISED = Exception, KeyboardInterrupt, SystemExit  # what handlers of signals raise
 
 MAX_UNTOLD_REQUESTS = 256  # that are over; then the daemon is told without a step of other work
-_U32_MAX = (1 << 32) - 1  # a number on the wire
 QUERIES_PER_CALL = 64  # each costs the daemon a fifth of a millisecond, whatever its size
 FIRST_PAUSE = 10  # times POLL_S, before a question is asked again
 
@@ -568,7 +568,7 @@ class BlockBatches:
             raise ValueError(f"group is {group}, allowed are 0..{groups - 1}")
         if not are_hashes(keys, self._hash_bytes):
             raise ValueError(f"every block hash must have {self._hash_bytes} bytes, as `bytes`")
-        last = _U32_MAX - len(keys)
+        last = U32_MAX - len(keys)
         if not 0 <= first_block <= last:
             raise ValueError(f"first_block is {first_block}, allowed are 0..{last}")
 

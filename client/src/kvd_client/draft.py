@@ -22,6 +22,7 @@ from kvd_proto.limits import (
     MAX_RUNS,
     MAX_STRING_BYTES,
     MAX_STRUCT_BYTES,
+    U32_MAX,
 )
 from kvd_proto.v1 import common_pb2, engine_pb2
 
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 
 MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself ends near 33
 MIN_NUMBER, MAX_NUMBER = -1e308, 1e308  # of a JSON number, which is a double on the wire
-_U32_MAX = (1 << 32) - 1  # a number on the wire
 TOO_LONG, TOO_DEEP, NO_JSON = "too long", "nested too deep", "no JSON"
 
 # Which stores of a step each rank's worker is ready for at the same moment: see kvd.v1 StoreJob.
@@ -69,7 +69,7 @@ def _as_u32(numbers: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
 def are_blocks(numbers: Sequence[int] | npt.NDArray[Any]) -> bool:
     """Whether a message can carry them as ids of engine blocks. As fast as to make it."""
     if isinstance(numbers, np.ndarray):  # which would be taken modulo 2^32
-        return not numbers.size or bool(numbers.min() >= 0 and numbers.max() <= _U32_MAX)
+        return not numbers.size or bool(numbers.min() >= 0 and numbers.max() <= U32_MAX)
     try:
         array("I", numbers)
     except (OverflowError, TypeError):

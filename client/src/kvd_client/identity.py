@@ -132,9 +132,11 @@ class EngineIdentity:
         if not self.engine_id:
             raise ValueError(f"engine_id must have 1..{MAX_STRING_BYTES} bytes")
         nonce: object = self.boot_nonce
-        given = f"{len(nonce)} bytes" if isinstance(nonce, bytes) else f"a {type(nonce).__name__}"
-        if given != "16 bytes":
-            raise ValueError(f"boot_nonce is {given}, needed are 16 bytes")
+        if not isinstance(nonce, bytes):
+            is_a = type(nonce).__name__
+            raise ValueError(f"boot_nonce is a {is_a}, needed are 16 bytes")  # noqa: TRY004
+        if len(nonce) != 16:
+            raise ValueError(f"boot_nonce is {len(nonce)} bytes, needed are 16 bytes")
 
     def to_proto(self) -> engine_pb2.EngineIdentity:
         return engine_pb2.EngineIdentity(engine_id=self.engine_id, boot_nonce=self.boot_nonce)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# The largest numbers that messages' fields have room for.
+U32_MAX = (1 << 32) - 1
+U64_MAX = (1 << 64) - 1
+
 # Of gRPC. The largest legal one is a step of 8,192 keys of 64 bytes with 64 engine blocks each:
 # 2.5 MiB, and a MiB of contexts around them. Each session's next message may take that much.
 MAX_MESSAGE_BYTES = 4 << 20

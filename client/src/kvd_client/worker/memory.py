@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from kvd_proto.limits import U32_MAX, U64_MAX
 from kvd_proto.v1 import worker_pb2
 
 ALIGNMENT = 8
-_U32_MAX, _U64_MAX = (1 << 32) - 1, (1 << 64) - 1  # numbers on the wire
 
 
 def _require_range(of: object, name: str, most: int) -> None:
@@ -29,7 +29,7 @@ class SharedMemory:
 
     def __post_init__(self) -> None:
         for name in ("offset", "bytes"):
-            _require_range(self, name, _U64_MAX)
+            _require_range(self, name, U64_MAX)
 
     def to_proto(self, memory_token: int) -> worker_pb2.MemoryHandle:
         """Its handle; `memory_token` is the number that the descriptor was offered under."""
@@ -96,9 +96,9 @@ class Fragment:
                 raise ValueError(f"a fragment's {name} must be a multiple of {ALIGNMENT}")
         if not 0 < self.bytes <= self.stride:
             raise ValueError("a fragment has at least one byte and at most its stride")
-        _require_range(self, "memory", _U32_MAX)
+        _require_range(self, "memory", U32_MAX)
         for name in ("base", "stride"):
-            _require_range(self, name, _U64_MAX)
+            _require_range(self, name, U64_MAX)
 
     def to_proto(self) -> worker_pb2.Fragment:
         return worker_pb2.Fragment(
@@ -119,8 +119,8 @@ class GroupLayout:
     blocks_per_block: int = 0
 
     def __post_init__(self) -> None:
-        _require_range(self, "num_blocks", _U64_MAX)
-        _require_range(self, "blocks_per_block", _U32_MAX)
+        _require_range(self, "num_blocks", U64_MAX)
+        _require_range(self, "blocks_per_block", U32_MAX)
 
     def to_proto(self, group: int) -> worker_pb2.GroupLayout:
         return worker_pb2.GroupLayout(
