@@ -8,6 +8,7 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import KeyBatch, NamespaceId, ScopeName, TierId
+from kvd.core.model import marks
 from kvd.core.model.marks import TagMarks
 from kvd.core.tiers import residence
 from tests.core.bench import MS, SECOND, keys, numbers_of, only
@@ -248,23 +249,32 @@ def test_what_left_before_it_was_written_once_more_is_known_to_be_there() -> Non
     assert not on.writes, "written though it is there"
 
 
-def test_nobody_is_told_that_unknown_blocks_have_left() -> None:
+def test_nobody_is_told_that_blocks_have_left_which_nobody_can_know() -> None:
     on = stage()
     on.store(1)
     on.write()
     name = name_of(on, 1)
-    wrong = (
+    for wrong in (
         name._replace(namespace=NamespaceId(99)),
         name._replace(generation=name.generation + 1),
-        name._replace(account="nobody"),
-        name._replace(epoch="never", group=0),
-    )
-    for each in wrong:
-        assert not on.feed(ev.TierForgot(TierId(0), each, keys(1)))
-    assert not on.feed(ev.TierForgot(TierId(0), name, keys(*range(2000, 2100))))
+    ):
+        assert not on.feed(ev.TierForgot(TierId(0), wrong, keys(1)))
     short = KeyBatch.from_bytes(b"12345" * 3, 5)
     assert not on.feed(ev.TierForgot(TierId(0), name, short))
     assert told(on) == {1}
+
+
+def test_what_left_is_told_of_though_another_block_that_left_shared_its_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(marks, "MARKS", 8)
+    on = stage()
+    on.store(*range(1, 20))
+    on.write()
+    for number in range(1, 20):
+        actions = on.feed(ev.TierForgot(TierId(0), name_of(on, number), keys(number)))
+        (removed,) = only(actions, act.AnnounceRemoved)
+        assert numbers_of(removed.keys) == [number]
 
 
 def test_a_block_that_is_named_twice_in_one_word_is_told_once() -> None:
@@ -313,11 +323,11 @@ def test_doubt_goes_over_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_many_blocks_are_told_of_one_by_one() -> None:
     """Few of a million share a mark."""
-    marks = TagMarks()
+    table = TagMarks()
     tags = np.random.default_rng(1).integers(0, 1 << 63, 1 << 20).astype(np.uint64)
-    marks.set(tags[::2])
-    assert marks.has(tags[::2]).all()
-    assert marks.has(tags[1::2]).mean() < 0.01
-    marks.clear(tags[::4])
-    assert not marks.has(tags[::4]).any()
-    assert marks.has(tags[2::4]).mean() > 0.99
+    table.set(tags[::2])
+    assert table.has(tags[::2]).all()
+    assert table.has(tags[1::2]).mean() < 0.01
+    table.clear(tags[::4])
+    assert not table.has(tags[::4]).any()
+    assert table.has(tags[2::4]).mean() > 0.99

@@ -62,12 +62,15 @@ def found(turn: Turn, tier: Tier, name: ScopeName, words: U64, tags: U64) -> Non
 
 def lacking(turn: Turn, tier: Tier, name: ScopeName, words: U64, tags: U64) -> None:
     """The tier says that it lacks these: news where watchers were told that it holds them."""
-    if not tier.told.any or not _is_of_now(turn.state, name):
-        return
-    news = tier.told.has(tags)
-    if news.any():
-        tier.told.clear(tags[news])
-        keys = _keys(turn.state, name.namespace, words[news])
+    if tier.told.any and _is_of_now(turn.state, name):
+        news = tier.told.has(tags)
+        _tell_gone(turn, tier, name, words[news], tags[news])
+
+
+def _tell_gone(turn: Turn, tier: Tier, name: ScopeName, words: U64, tags: U64) -> None:
+    if len(tags):
+        tier.told.clear(tags)
+        keys = _keys(turn.state, name.namespace, words)
         turn.orders.append(AnnounceRemoved(*_where(name), keys, tier.tier))
 
 
@@ -91,7 +94,9 @@ def left(turn: Turn, tier: Tier, name: ScopeName, keys: KeyBatch) -> None:
     tags = tags_of(keys.words, seed)
     _, firsts = np.unique(tags, return_index=True)
     words, tags = keys.words[firsts], tags[firsts]
-    lacking(turn, tier, name, words, tags)
+    if tier.told.any:
+        # Those too that have no mark: it may have gone with that of a block which shared the bit.
+        _tell_gone(turn, tier, name, words, tags)
     scope = namespaces.find_named(state, name.scope)
     if scope is not None:
         slots = state.index.find(tags, words, scope.scope)
