@@ -14,8 +14,9 @@ import pytest
 
 from kvd.cli.status import ask
 from kvd_client.batches import BatchOptions, SoughtKeys
-from kvd_client.draft import BlockRun
+from kvd_client.draft import BlockRun, StepDraft
 from kvd_client.lookup_calls import SharedCall
+from kvd_client.outgoing import Message
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -294,3 +295,23 @@ def test_after_an_interrupted_step_the_daemon_hears_of_leases_that_have_ended(
         return ask(daemon.socket, 10.0).sessions[0].leases == 0
 
     wait_until(is_none_leased, "the lease's end")
+
+
+def test_an_interrupted_step_uses_up_no_number(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon would miss it, and the session would begin anew."""
+    connection = memory.batches._connection
+    original = connection._step_message
+
+    def interrupted(step: StepDraft) -> Message:
+        original(step)
+        raise Interrupted
+
+    monkeypatch.setattr(connection, "_step_message", interrupted)
+    with pytest.raises(Interrupted):
+        memory.batches.store([BlockRun(0, 0, keys(20, 1), [5])])
+    monkeypatch.undo()
+    for number in range(21, 24):
+        assert memory.batches.store([BlockRun(0, 0, keys(number, 1), [5])]) == [True]
+    assert connection.sessions == 1

@@ -239,22 +239,44 @@ class SchedulerConnection:
             return all(self._put(self._step_message(part)) for part in messages_of(step))
 
     def _step_message(self, step: StepDraft) -> Message:
-        """Number the step and remember it, for a refusal. Called under the lock."""
-        self._sequence += 1
-        sequence = self._sequence
+        """The step, which is numbered and remembered as it leaves. Called under the lock.
+
+        Not before: where a signal's handler raises amid a call, no number is used up or used twice.
+        """
+        outgoing = self._outgoing
         job_ids = tuple(step.job_ids())
         # Of a step with both, the daemon may have begun loads before a hand-off made it refuse.
         is_whole = step.has_orders and not (step.loads and step.hand_offs)
-        self._steps[sequence] = SentStep(job_ids, is_whole, step.to_remember())
-        if len(self._steps) > MAX_REMEMBERED_STEPS:
-            del self._steps[next(iter(self._steps))]
+        sent = SentStep(job_ids, is_whole, step.to_remember())
 
-        def message() -> bytes:
+        def message() -> bytes | None:
+            with self._changed:
+                if outgoing is not self._outgoing:
+                    return None  # its session is gone
+                self._sequence += 1
+                sequence = self._sequence
+                self._steps[sequence] = sent
+                if len(self._steps) > MAX_REMEMBERED_STEPS:
+                    del self._steps[next(iter(self._steps))]
             body, left_out = step_bytes(step, sequence)
             if left_out:
                 with self._changed:
                     self._fail(left_out, UNSENDABLE)
             return body
+
+        return message
+
+    def _reset_message(self, epoch: str) -> Message:
+        """A reset of the cache, numbered as a step is. Called under the lock."""
+        outgoing = self._outgoing
+
+        def message() -> bytes | None:
+            with self._changed:
+                if outgoing is not self._outgoing:
+                    return None
+                self._sequence += 1
+                reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)
+            return engine_pb2.SessionRequest(reset_cache=reset).SerializeToString()
 
         return message
 
@@ -281,14 +303,12 @@ class SchedulerConnection:
         require_text("epoch", epoch, MAX_EPOCH_BYTES)
         with self._changed:
             self._epoch = epoch
-            session, outgoing = self._session, self._outgoing
-            if session is None or outgoing is None:
+            session = self._session
+            if session is None:
                 return
             session.enter_epoch(epoch, ())
             self._lookups.close_open()
-            self._sequence += 1
-            reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)
-            self._put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)
+            self._put(self._reset_message(epoch))
 
     def close(self) -> None:
         """Say goodbye and end the thread. Leases end now, submitted copies may still finish."""
@@ -433,9 +453,7 @@ class SchedulerConnection:
             if self._epoch and self._epoch != session.epoch:
                 # The cache was reset while the session was being opened.
                 session.enter_epoch(self._epoch, ())
-                self._sequence = 1
-                reset = engine_pb2.ResetCache(sequence=1, epoch=self._epoch)
-                outgoing.put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)
+                outgoing.put(self._reset_message(self._epoch))
             self._changed.notify_all()
 
     def _lose_session(self) -> None:

@@ -80,9 +80,8 @@ CLIENT = (
     _client(
         "reset that the daemon is not told of",
         "connection",
-        "            reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)\n"
-        "            self._put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)\n",
-        "            self._sequence -= 1\n",
+        "            self._put(self._reset_message(epoch))\n",
+        "",
     ),
     _client(
         "steps that are numbered anew by nobody",
