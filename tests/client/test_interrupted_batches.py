@@ -315,3 +315,29 @@ def test_an_interrupted_step_uses_up_no_number(
     for number in range(21, 24):
         assert memory.batches.store([BlockRun(0, 0, keys(number, 1), [5])]) == [True]
     assert connection.sessions == 1
+
+
+@pytest.mark.parametrize("call", ["_mark_ready", "_jobs.mark_ready"])
+def test_a_load_that_was_interrupted_before_its_mover_heard_ends_before_its_deadline(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    memory = Memory(daemon.socket, load_deadline_s=20.0)
+    hashes = keys(24, 4)
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    movers = daemon.movers()
+    *path, name = f"batches._worker.{call}".split(".")
+    owner = functools.reduce(getattr, path, memory)
+    original = getattr(owner, name)
+
+    def interrupted(*_given: object) -> None:
+        monkeypatch.setattr(owner, name, original)
+        raise Interrupted
+
+    monkeypatch.setattr(owner, name, interrupted)
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
+    assert time.monotonic() - began < memory.batches.options.load_deadline_s
+    assert memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))]) == [[True] * 4]
+    assert daemon.movers() == movers
+    memory.close()

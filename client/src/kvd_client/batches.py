@@ -235,7 +235,8 @@ class BlockBatches:
             ):
                 return answers
             self._make_room(sum(int((statuses == RETRY).sum()) for statuses in answers))
-            self._send(StepDraft())  # what lies in a tier is brought up once the step has ended
+            with self._lock:  # what lies in a tier is brought up once the step has ended
+                self._send_locked(StepDraft())
             time.sleep(pause)
             pause = min(2 * pause, ASK_AGAIN_MAX_S)
 
@@ -447,10 +448,6 @@ class BlockBatches:
         self._jobs.update((draft.job_id, AwaitedJob(session.generation)) for draft in drafts)
         return True
 
-    def _send(self, step: StepDraft) -> bool:
-        with self._lock:
-            return self._send_locked(step)
-
     def _send_locked(self, step: StepDraft) -> bool:
         self._answers.end_old(self.options.lease_s)
         step.finished = self._finished.copy()
@@ -484,11 +481,14 @@ class BlockBatches:
         What a signal's handler raises now is dropped: one exception is on its way already.
         """
         job_ids = [draft.job_id for draft in drafts]
-        touching = True
+        touching, untold = True, not are_stores
         while touching:
             with suppress(*_RAISED), self._lock:
                 if are_stores:
                     self._worker.flush_step(StepPlan(flush=tuple(job_ids)))
+                elif untold:
+                    self._worker.begin_again(job_ids)
+                    untold = False
                 self._take_ends()
                 if not self._worker.wait(job_ids, 0.0):
                     self._end_requests(drafts)

@@ -201,6 +201,13 @@ class Worker:
         if plan.loads:
             self._mark_ready_after(wait_for_compute, self._begin(plan.loads, Half.LOAD))
 
+    def begin_again(self, job_ids: Sequence[int]) -> None:
+        """Let loads begin of which a signal's handler may have kept that from their mover.
+
+        To hear it twice does no harm. Otherwise they would last until their deadline.
+        """
+        self._mark_ready(job_ids)
+
     def write_off(self, job_ids: Iterable[int]) -> None:
         """Report as failed what is open of jobs that nobody will end: their session is gone.
 
