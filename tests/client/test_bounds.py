@@ -190,7 +190,9 @@ def test_of_requests_that_a_sent_step_tells_of_the_counts_alone_are_remembered(
     context, prompt = request_context("r", "", 0, ()), block_hashes("recorded", 64)
     told = RequestLookup(context, 64, 0, 0, prompt=prompt)
     counts = LookupCounts(requests=1, blocks=64, told=[told])
+    sent = len(engine.connection._steps)
     assert engine.connection.send_step(StepDraft(finished=["r"], lookups=counts))
+    wait_until(lambda: len(engine.connection._steps) > sent, "the step to leave")
     last = list(engine.connection._steps.values())[-1].ends
     assert (last.finished, last.lookups) == (["r"], counts)  # which compares no single request
     assert last.lookups.told == []
