@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvd.core.model.state import MAX_ENGINE_BLOCKS
 from kvd_proto.v1 import engine_pb2, worker_pb2
 from tests.control.daemon_rig import (
     BLOCK_BYTES,
@@ -226,6 +228,35 @@ def test_the_end_of_a_worker_ends_its_mover(running: RunningDaemon) -> None:
     mover = gone.register(identity=identity("worker-dies"))
     gone.close()
     wait_until(lambda: not Path(f"/proc/{mover}").exists(), "the mover's end")
+
+
+@pytest.mark.parametrize(
+    ("groups", "more", "field"),
+    [(1, 0, ""), (1, 1, "groups[0].num_blocks"), (4, 0, ""), (5, 0, "groups.num_blocks")],
+)
+def test_a_rank_with_too_many_engine_blocks_is_refused_though_it_comes_first(
+    running: RunningDaemon, worker: RawWorker, groups: int, more: int, field: str
+) -> None:
+    blocks = MAX_ENGINE_BLOCKS + more
+    fd = os.memfd_create("kvd-test-kv")
+    os.ftruncate(fd, 8 * blocks)
+    worker.companion.offer_memory(9, fd)
+    os.close(fd)
+    fragments = [worker_pb2.Fragment(stride=8, bytes=8)]
+    layouts = [
+        group_layout(group=number, num_blocks=blocks, fragments=fragments)
+        for number in range(groups)
+    ]
+
+    def register() -> None:
+        memories = [memory(memory_token=9, bytes=8 * blocks)]
+        worker.register(identity=identity("many"), memories=memories, groups=layouts)
+
+    if field:
+        assert refusal(register) == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED", field)
+    else:
+        register()
+        worker.unregister()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
 from kvd.core.engines.meeting import EngineStart
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import MoverId
+from kvd.core.upkeep.session import check_ranks_engine_blocks
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import FRAGMENTS_AT_ONCE, GpuConfig, check_group_count, checks_of
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
@@ -68,6 +69,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
             for _ in checks_of(config):
                 await pace.spend(FRAGMENTS_AT_ONCE // FRAGMENTS_A_UNIT)
+            # Else its scheduler, where that is yet to come, would be refused for the rank's sake.
+            check_ranks_engine_blocks([group.num_blocks for group in request.groups])
             start = await self._claim_place(request, peer)
             require_kept(config, peer)
             mover = await self._start(config, MoverOwner(peer.uid, peer.token))

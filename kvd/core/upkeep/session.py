@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 from kvd.core.actions import KillMover, Reply, SessionAccepted
@@ -174,30 +175,36 @@ def rank_attached(turn: Turn, event: RankAttached) -> None:
 
 def _check_engine_blocks(state: State, session: Session, said: tuple[int, ...]) -> None:
     """Raise LimitExceeded where the maps of engine blocks in flight could grow too large."""
-    for group, count in enumerate(said):
-        if count > MAX_ENGINE_BLOCKS:
-            raise LimitExceeded(
-                f"group {group} has {count} engine blocks, at most {MAX_ENGINE_BLOCKS}",
-                f"groups[{group}].num_blocks",
-            )
+    check_ranks_engine_blocks(said)
     tenant = state.namespace_of(session).tenant
     others = (
         s
         for s in state.sessions.values()
         if s is not session and state.namespace_of(s).tenant is tenant
     )
-    for count, most, whose in (
-        (sum(said), MAX_SESSION_ENGINE_BLOCKS, "of an engine"),
-        (
-            sum(said) + sum(map(_engine_blocks, others)),
-            MAX_TENANT_ENGINE_BLOCKS,
-            f"of all engines of tenant {tenant.tenant!r}",
-        ),
-    ):
-        if count > most:
+    _check_sum(
+        sum(said) + sum(map(_engine_blocks, others)),
+        MAX_TENANT_ENGINE_BLOCKS,
+        f"of all engines of tenant {tenant.tenant!r}",
+    )
+
+
+def check_ranks_engine_blocks(said: Sequence[int]) -> None:
+    """Raise LimitExceeded where a rank has more engine blocks than one may in any session."""
+    for group, count in enumerate(said):
+        if count > MAX_ENGINE_BLOCKS:
             raise LimitExceeded(
-                f"{count} engine blocks in all groups {whose}, at most {most}", "groups.num_blocks"
+                f"group {group} has {count} engine blocks, at most {MAX_ENGINE_BLOCKS}",
+                f"groups[{group}].num_blocks",
             )
+    _check_sum(sum(said), MAX_SESSION_ENGINE_BLOCKS, "of an engine")
+
+
+def _check_sum(count: int, most: int, whose: str) -> None:
+    if count > most:
+        raise LimitExceeded(
+            f"{count} engine blocks in all groups {whose}, at most {most}", "groups.num_blocks"
+        )
 
 
 def _engine_blocks(session: Session) -> int:
