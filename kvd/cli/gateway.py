@@ -13,7 +13,7 @@ import click
 from kvd.cli import last_words
 from kvd.cli.calls import place_of
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
-from kvd.cli.options import LISTENING_PLACE, socket_options
+from kvd.cli.options import LISTENING_PLACE, Checked, socket_options
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
 from kvd.gateway.server import begin
@@ -27,6 +27,14 @@ DEFAULT_ADDRESS = "127.0.0.1:9471"
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 STOP_SECONDS = 5.0  # for the calls under way
 _FILE = click.Path(path_type=Path)
+
+
+def _names(text: str) -> frozenset[str]:
+    """A comma may end them; nothing at all names nobody."""
+    names = [name.strip() for name in text.strip().removesuffix(",").split(",")]
+    if text.strip() and not all(names):
+        raise ValueError("names with one comma between two of them")
+    return frozenset(filter(None, names))
 
 
 @click.command("gateway", cls=last_words.Service)
@@ -62,7 +70,8 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option(
     "--operators",
-    default="",
+    type=Checked(_names, "names"),
+    default=frozenset[str](),
     metavar="NAMES",
     help="Names in certificates, with commas between them, whose callers may change things:"
     " clear, quotas, drain (default: none; others may only look).",
@@ -91,11 +100,9 @@ def run(given: SimpleNamespace) -> int:
     logs.start("info", given.log_format)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # before there are other threads
     files = CertificateFiles(given.certificate, given.key, given.authority)
-    names = (name.strip() for name in given.operators.split(","))
-    operators = frozenset(name for name in names if name)
     upstream = Upstream(socket)
     try:
-        server, port = begin(given.address, Renewal(files), Gateway(upstream, operators))
+        server, port = begin(given.address, Renewal(files), Gateway(upstream, given.operators))
     except CertificateError as error:
         return last_words.end(str(error), EXIT_MISUSED, given.log_format)
     except OSError as error:

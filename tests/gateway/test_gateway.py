@@ -514,3 +514,12 @@ def test_files_that_cant_be_used_are_named(
     [line] = done.stderr.splitlines()
     assert line.startswith("kvd: --")
     assert str(own.key) in line
+
+
+@pytest.mark.parametrize("names", [",,a,", "a,,", ",a", " , "])
+def test_an_operator_without_a_name_is_refused(names: str) -> None:
+    words = ["--certificate=/none", "--key=/none", "--authority=/none"]
+    done = run("gateway", *words, "--operators", names)
+    assert done.returncode == 2
+    assert f"'--operators': {names!r} must be names with one comma between two" in done.stderr
+    assert "--certificate /none" in run("gateway", *words, "--operators", "").stderr
