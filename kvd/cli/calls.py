@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +55,13 @@ def place_of(given: SimpleNamespace) -> str:
     return socket
 
 
+def _is_something_else(path: str) -> bool:
+    try:
+        return not stat.S_ISSOCK(Path(path).stat().st_mode)
+    except (OSError, ValueError):  # not there, or not for this user to see: connecting says which
+        return False
+
+
 @contextmanager
 def said_plainly(place: str) -> Iterator[None]:
     """What goes wrong with a call becomes one line and an exit code."""
@@ -70,6 +79,9 @@ def said_plainly(place: str) -> Iterator[None]:
     except (OSError, CompanionRefused) as error:
         if isinstance(error, OSError) and is_of_output(error):
             raise
+        if _is_something_else(place):
+            said = f"{place} is there and is no socket: name the daemon's"
+            raise Failure(f"{said} (--socket, KVD_SOCKET, --config)") from None
         raise Failure(f"no daemon answers on {place}: {error}") from None
     except grpc.RpcError as error:
         if error.code() in _REFUSALS:

@@ -311,7 +311,6 @@ DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 MAX_TENANTS = 4096  # each is in every snapshot of figures, and in an operator's status
 MAX_CONFIG_BYTES = 1 << 20  # 4,096 tenants take a third of it
 
-
 # Kubernetes sets these for a Service whose name begins with kvd.
 _OF_A_SERVICE = re.compile(r"KVD(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
 _OTHER_VARIABLES = frozenset({"KVD_CONFIG", "KVD_NATIVE", "KVD_SOURCE"})
@@ -385,13 +384,21 @@ def _config_of(
 
 def file_of(named: str | None, environment: Mapping[str, str]) -> Path | None:
     """The configuration file: the one named, the variable's, or the default where it is there."""
-    file = named or environment.get("KVD_CONFIG")
-    if file:
+    if file := _named("config", named, environment):
         return Path(file)
     try:
         return DEFAULT_FILE if DEFAULT_FILE.exists() else None
     except OSError:  # of a folder that is closed to this user: who reads it says so
         return DEFAULT_FILE
+
+
+def _named(name: str, by_flag: str | None, environment: Mapping[str, str]) -> str | None:
+    """What the flag names, else the variable; an empty one is a slip, not the default."""
+    path = environment.get(f"KVD_{name.upper()}") if by_flag is None else by_flag
+    if path == "":
+        source = f"variable KVD_{name.upper()}" if by_flag is None else f"flag --{name}"
+        raise ConfigError(f"{name} is '' ({source}); it must be a path, or be left out")
+    return path
 
 
 def socket_of(named: str | None, environment: Mapping[str, str], file: str | None = None) -> str:
@@ -400,8 +407,7 @@ def socket_of(named: str | None, environment: Mapping[str, str], file: str | Non
     ConfigError for a file that was named and can't be used; the default one is passed over then.
     """
     socket = _BY_NAME["socket"]
-    given = named or environment.get(socket.variable)
-    if given:
+    if given := _named("socket", named, environment):
         return given
     path = file_of(file, environment)
     if path is None:

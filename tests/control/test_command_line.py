@@ -87,6 +87,28 @@ def test_a_command_looks_where_the_file_puts_the_daemon(tmp_path: Path) -> None:
         socket_of(None, {"KVD_CONFIG": "/nowhere/kvd.toml"})
 
 
+@pytest.mark.parametrize("name", ["config", "socket"])
+@pytest.mark.parametrize("command", ["serve --print-config", "status", "doctor"])
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_an_empty_path_is_refused_by_name_and_not_the_default(
+    name: str, command: str, by_flag: bool
+) -> None:
+    flags, variables = ([f"--{name}", ""], {}) if by_flag else ([], {f"KVD_{name.upper()}": ""})
+    ended = run(*command.split(), *flags, **variables)
+    source = f"flag --{name}" if by_flag else f"variable KVD_{name.upper()}"
+    assert f"{name} is '' ({source})" in ended.stdout + ended.stderr
+    assert ended.returncode == (3 if "settings" in ended.stdout else 2)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_no_socket_is_not_called_missing(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "kvd.sock"
+    place.touch() if kind == "file" else place.mkdir()
+    ended = run("status", "--socket", str(place))
+    assert ended.stderr.startswith(f"kvd: {place} is there and is no socket: name ")
+    assert ended.returncode == 1
+
+
 def test_a_default_file_that_cannot_be_looked_at_is_passed_over_but_for_the_daemon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
