@@ -265,6 +265,13 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
                 f" served for less than a minute: {tier.problem}"
             )
         yield from (f"  tier {tier.name}: {note}" for note in tier.notes)
+        if tier.namespaces_undeleted or tier.all_undeleted:
+            count = tier.namespaces_undeleted
+            which = f"{count} namespace{'s' * (count > 1)}" if count else "every namespace"
+            yield (
+                f"  tier {tier.name}: has yet to delete what was cleared of {which}, and is not"
+                " asked for it, nor given any of it, until that is done"
+            )
         if tier.blocks_too_slow:
             yield (
                 f"  tier {tier.name}: it was too slow for {tier.blocks_too_slow} blocks; an answer"

@@ -97,6 +97,8 @@ class TierTold(NamedTuple):
     problem: str  # why there is none, or was none before
     short_lives: int  # of its processes, in a row
     usage: TierUsage
+    undeleted: int  # namespaces that are hidden until it has deleted them
+    is_hidden: bool  # every one is
 
 
 class Tiers:
@@ -195,14 +197,17 @@ class Tiers:
 
     def told(self) -> list[TierTold]:
         """What is known of each tier's process, in their order."""
-        return [
-            TierTold(
-                self._keepers[place].problem if self._keepers else "",
-                self._keepers[place].short_lives if self._keepers else 0,
-                self.usage.get(TierId(place), NO_USAGE),
-            )
-            for place in range(len(self._rules))
-        ]
+        return [self._told_of(TierId(place)) for place in range(len(self._rules))]
+
+    def _told_of(self, tier: TierId) -> TierTold:
+        hidden = self._deleting[tier] if self._is_shared(tier) else {}
+        return TierTold(
+            self._keepers[tier].problem if self._keepers else "",
+            self._keepers[tier].short_lives if self._keepers else 0,
+            self.usage.get(tier, NO_USAGE),
+            0 if EVERY in hidden else len(hidden),
+            EVERY in hidden,
+        )
 
     def seen(self, figures: Statistics) -> Statistics:
         """The figures, what stores say of failures, and that a tier whose process has yet to end

@@ -159,6 +159,21 @@ def test_a_tier_that_ends_again_and_again_is_not_well_while_it_serves(
         assert any("2 times in a row" in each and "SIGKILL" in each for each in lines) is said
 
 
+@pytest.mark.parametrize(
+    ("count", "every", "said"),
+    [(0, False, ""), (1, False, "1 namespace,"), (2, False, "2 namespaces,"), (0, True, "every ")],
+)
+def test_status_says_what_a_shared_tier_has_yet_to_delete(
+    place: Path, count: int, every: bool, said: str
+) -> None:
+    on = subject(place)
+    assert on.status is not None
+    on.status.tiers.add(name="far", serving=True, namespaces_undeleted=count, all_undeleted=every)
+    told = [line for line in as_text(on.status) if "yet to delete" in line]
+    assert [said in line for line in told] == ([True] if said else [])
+    assert not faults(on)
+
+
 def test_what_a_library_that_is_missing_needs_is_told_whole(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

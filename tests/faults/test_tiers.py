@@ -405,8 +405,13 @@ def test_a_clear_that_a_shared_store_did_not_do_yet_lasts_longer_than_the_daemon
             wait_for_tier(scene)
             wait_until(lambda: scene.status().tiers[0].blocks >= 200, "what the store still holds")
             assert one.load("first", 200) == 0
+            tier = scene.status().tiers[0]
+            assert tier.all_undeleted is everything
+            assert tier.namespaces_undeleted == (0 if everything else 1)
         stubborn.unlink()
         wait_found_below(one, one, "second")
+        tier = scene.status().tiers[0]
+        assert (tier.all_undeleted, tier.namespaces_undeleted) == (False, 0)
         assert one.load("first", 200) == 0
         scene.kill_daemon()
         scene.daemon.start()

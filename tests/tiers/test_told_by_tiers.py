@@ -201,6 +201,27 @@ async def test_what_is_cleared_before_the_tiers_begin_is_deleted_once_they_serve
 
 
 @on_loop
+async def test_what_shared_stores_have_yet_to_delete_is_told(tmp_path: Path) -> None:
+    generations = Generations(tmp_path / "generations.table")
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    rules = [TierRule("own", "nobody:Store"), TierRule("far", "nobody:Store", medium="REMOTE")]
+    made = Tiers(rules, pool, str, no_tenant, lambda _event: None, lambda: cast(Any, 1))
+
+    def owed() -> list[tuple[int, bool]]:
+        return [(told.undeleted, told.is_hidden) for told in made.told()]
+
+    assert owed() == [(0, False), (0, False)]
+    for number in (1, 2, 2):
+        made.scopes_cleared(NamespaceId(number))
+        for tier in (TIER, TierId(1)):
+            made.carry_out(act.ClearTier(tier, str(number)))
+    assert owed() == [(0, False), (2, False)]
+    made.all_cleared()
+    assert owed() == [(0, False), (0, True)]
+    generations.close()
+
+
+@on_loop
 async def test_of_what_a_store_said_nothing_the_core_is_told_so() -> None:
     reported: list[ev.Event] = []
     made = tiers(reported)

@@ -102,6 +102,8 @@ class StatusReport:
                 answer_seconds=tier.answer_seconds,
                 read_seconds=tier.read_seconds,
                 short_lives=said.short_lives,
+                namespaces_undeleted=said.undeleted,
+                all_undeleted=said.is_hidden,
             )
             for tier, said in zip(now.tiers, self._driver.tiers.told(), strict=True)
         ]

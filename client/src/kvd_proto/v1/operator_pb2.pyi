@@ -130,7 +130,7 @@ class CurvePoint(_message.Message):
     def __init__(self, pools: _Optional[float] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "serving", "problem", "blocks", "bytes", "capacity_bytes", "hits", "misses", "blocks_promoted", "blocks_failed", "blocks_given_up", "blocks_written", "blocks_unwritten", "blocks_dropped", "bytes_down", "bytes_up", "notes", "blocks_too_slow", "blocks_refused", "answer_seconds", "read_seconds", "short_lives")
+    __slots__ = ("name", "serving", "problem", "blocks", "bytes", "capacity_bytes", "hits", "misses", "blocks_promoted", "blocks_failed", "blocks_given_up", "blocks_written", "blocks_unwritten", "blocks_dropped", "bytes_down", "bytes_up", "notes", "blocks_too_slow", "blocks_refused", "answer_seconds", "read_seconds", "short_lives", "namespaces_undeleted", "all_undeleted")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,8 @@ class TierStatus(_message.Message):
     ANSWER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SHORT_LIVES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_UNDELETED_FIELD_NUMBER: _ClassVar[int]
+    ALL_UNDELETED_FIELD_NUMBER: _ClassVar[int]
     name: str
     serving: bool
     problem: str
@@ -175,7 +177,9 @@ class TierStatus(_message.Message):
     answer_seconds: float
     read_seconds: float
     short_lives: int
-    def __init__(self, name: _Optional[str] = ..., serving: bool = ..., problem: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., blocks_promoted: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., bytes_down: _Optional[int] = ..., bytes_up: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., blocks_too_slow: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., answer_seconds: _Optional[float] = ..., read_seconds: _Optional[float] = ..., short_lives: _Optional[int] = ...) -> None: ...
+    namespaces_undeleted: int
+    all_undeleted: bool
+    def __init__(self, name: _Optional[str] = ..., serving: bool = ..., problem: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., blocks_promoted: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., bytes_down: _Optional[int] = ..., bytes_up: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., blocks_too_slow: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., answer_seconds: _Optional[float] = ..., read_seconds: _Optional[float] = ..., short_lives: _Optional[int] = ..., namespaces_undeleted: _Optional[int] = ..., all_undeleted: bool = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready", "checksums", "checksums_reason")
