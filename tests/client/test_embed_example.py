@@ -27,3 +27,10 @@ def test_the_second_run_loads_what_the_first_stored(daemon: DaemonProcess) -> No
 
 def test_it_runs_without_a_daemon(tmp_path: Path) -> None:
     assert run(f"{tmp_path}/nobody.sock") == "loaded 0 of 80 tokens, KV as computed\n"
+
+
+def test_without_a_socket_it_says_how_it_is_called() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr.startswith("usage: python examples/embed_engine.py SOCKET ")
