@@ -162,5 +162,6 @@ def names_of(auth_context: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
         raw.decode("utf-8", "backslashreplace")
         for key in (COMMON_NAME, ALTERNATIVE_NAME)
         for raw in auth_context.get(key, ())
+        if raw  # gRPC names a common name that is not there
     ]
     return tuple(dict.fromkeys(found))

@@ -42,8 +42,8 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.file)
 
     def vouch(self, name: str, *hosts: str, not_after: datetime | None = None) -> Identity:
-        """A certificate whose common name is `name`, for these hosts."""
-        made = self._ca.issue_cert(*hosts, common_name=name, not_after=not_after)
+        """A certificate whose common name is `name`, or with none, for these hosts."""
+        made = self._ca.issue_cert(*hosts, common_name=name or None, not_after=not_after)
         identity = Identity(self._directory / f"{name}.crt", self._directory / f"{name}.key")
         identity.certificate.write_bytes(b"".join(p.bytes() for p in made.cert_chain_pems))
         identity.key.write_bytes(made.private_key_pem.bytes())

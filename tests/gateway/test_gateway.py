@@ -23,7 +23,7 @@ import grpc
 import pytest
 
 from kvd.gateway import server
-from kvd.gateway.certificates import CertificateFiles, Renewal
+from kvd.gateway.certificates import COMMON_NAME, CertificateFiles, Renewal, names_of
 from kvd.gateway.server import (
     HANDSHAKE_SECONDS,
     IDLE_SECONDS,
@@ -137,6 +137,20 @@ def test_a_named_certificate_may_change_things_by_either_of_its_names(
     wait_until(lambda: f"Clear is carried out for {name}" in gateway.said, "its line in the log")
     [*_, audited] = [s for s in running.log.read_text().splitlines() if "operator: clear" in s]
     assert f"on_behalf_of='{name}'" in audited
+
+
+def test_a_certificate_without_a_common_name_is_called_by_its_host(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    with gateway.called_by(authority.vouch("", "ops.example")) as stub:
+        stub.Clear(pb.ClearRequest(), timeout=CALL_SECONDS)
+    wait_until(lambda: "Clear is carried out for ops.example" in gateway.said, "its line")
+    [*_, audited] = [s for s in running.log.read_text().splitlines() if "operator: clear" in s]
+    assert "on_behalf_of='ops.example'" in audited
+
+
+def test_a_certificate_without_any_name_is_told_so() -> None:
+    assert names_of({COMMON_NAME: [b""]}) == ()
 
 
 def test_the_daemons_refusal_comes_back_with_its_reason(
