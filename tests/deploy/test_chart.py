@@ -125,6 +125,14 @@ def test_settings_and_tenants_of_the_values_reach_the_daemon(
         {"probes": {"liveness": {"successThreshold": 2}}},
         {"probes": {"readiness": {"terminationGracePeriodSeconds": 5}}},
         {"replicaCount": 3},
+        {"image": {"repository": ""}},
+        {"updateStrategy": {"rollingUpdate": 1}},
+        {"image": {"repository": "here/kvd: 1"}},
+        {"image": {"repository": "{{ .Values.here }}"}},
+        {"image": {"repository": "kvd", "tag": "1.0 "}},
+        {"image": {"repository": "kvd", "tag": "a: b"}},
+        {"engine": {"image": {"repository": "a b", "tag": "1"}}},
+        {"engine": {"image": {"repository": "vllm", "tag": ""}}},
         {"gpu": {"enabled": "yes"}},
         {"gpu": {"count": 1}},
         {"pool": {"sizeGiB": 1, "hostPath": "/x", "hugePages": {"size": "4Mi"}}},
@@ -523,6 +531,19 @@ def test_a_changed_setting_makes_new_pods(chart: helm.Chart) -> None:
 
     assert digest({}) == digest({})
     assert digest({}) != digest({"config": {"policy": "arc"}})
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        {"repository": "Registry.Example:5000/a/b__c/kvd", "tag": "v0.1.0_rc-1.B"},
+        {"repository": "10.0.0.1:5000/kvd", "tag": ""},
+        {"repository": "kvd", "tag": "x" * 128},
+    ],
+)
+def test_the_name_of_any_image_is_taken(chart: helm.Chart, image: dict[str, str]) -> None:
+    (container,) = pod(chart, {"image": image})["containers"]
+    assert container["image"].startswith(f"{image['repository']}:{image['tag']}")
 
 
 def test_an_image_pinned_by_digest_is_a_reference_that_can_be_pulled(chart: helm.Chart) -> None:
