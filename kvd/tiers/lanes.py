@@ -8,6 +8,9 @@ Of each kind, tenants take one in turn. Where a store takes four calls, one tena
 all, and what it may have is shared among its kinds likewise: who asks little waits for no call of
 somebody who asks much.
 
+First comes a kind of which none runs, of a tenant that has no call: however many tenants ask
+without end, another's read has its turn, and its write.
+
 A delete waits for the writes that were ordered before it, running ones too: what it deletes is not
 written again by them.
 """
@@ -67,6 +70,10 @@ class CallRoom:
         if self._running.total() >= self._most or (kind in COPIES and copies >= self._most_copies):
             return False
         return kind is not TierFrame.WRITE or writes < self._most_writes
+
+    def lacks(self, kind: TierFrame) -> bool:
+        """Likewise, and none of this kind runs."""
+        return not self._running[kind] and self.has(kind)
 
     def count(self, kind: TierFrame, change: int) -> None:
         """One begins (1), or has ended (-1)."""
@@ -145,17 +152,23 @@ class ChangeLanes:
         if not part:
             self._parts.remove(part)
 
-    def next(self, may: Callable[[TierFrame, str], bool], *, writes: int) -> Work | None:
-        """The next one that may, while so many writes run. None: there is none."""
+    @property
+    def kind(self) -> TierFrame:
+        """What comes next: writes, or a delete."""
+        first = self._parts[0] if self._parts else None
+        return first.order.kind if isinstance(first, Work) else TierFrame.WRITE
+
+    def next(self, may: Callable[[str], bool], *, writes: int) -> Work | None:
+        """The next one, of a tenant that may, while so many writes run. None: there is none."""
         if not self._parts:
             return None
         first = self._parts[0]
         if isinstance(first, Work):
-            if writes or not may(first.order.kind, first.order.tenant):
+            if writes or not may(first.order.tenant):
                 return None
             self._parts.popleft()
             return first
-        work = first.next(partial(may, TierFrame.WRITE))
+        work = first.next(may)
         if not first:
             self._parts.popleft()
         return work
@@ -248,11 +261,23 @@ class Lanes:
     def _may(self, kind: TierFrame, tenant: str) -> bool:
         """Whether one more of the tenant's may run."""
         room = self._rooms.get(tenant)
-        return self._room.has(kind) and (room is None or room.has(kind))
+        return room is None or room.has(kind)
+
+    def _is_idle(self, _kind: TierFrame, tenant: str) -> bool:
+        return tenant not in self._rooms
 
     def _next(self) -> Work | None:
-        return (
-            self._questions.next(partial(self._may, TierFrame.EXISTS))
-            or self._reads.next(partial(self._may, TierFrame.READ))
-            or self._changes.next(self._may, writes=self._room.writes)
-        )
+        due = self._next_of(self._room.lacks, self._is_idle)
+        return due or self._next_of(self._room.has, self._may)
+
+    def _next_of(
+        self, has_room: Callable[[TierFrame], bool], may: Callable[[TierFrame, str], bool]
+    ) -> Work | None:
+        """Of a kind that has room: else all tenants that wait would be looked at in vain."""
+        for kind, lanes in ((TierFrame.EXISTS, self._questions), (TierFrame.READ, self._reads)):
+            if has_room(kind) and (work := lanes.next(partial(may, kind))) is not None:
+                return work
+        kind = self._changes.kind
+        if not has_room(kind):
+            return None
+        return self._changes.next(partial(may, kind), writes=self._room.writes)

@@ -91,20 +91,59 @@ def test_one_tenant_never_has_all_calls(calls: int, beside: int, kind: TierFrame
     assert kinds(queue.taken()) == [kind] * beside
 
 
-def test_of_each_kind_tenants_take_one_in_turn() -> None:
+@pytest.mark.parametrize("kind", [EXISTS, READ, WRITE])
+def test_of_each_kind_tenants_take_one_in_turn(kind: TierFrame) -> None:
     queue = Queue(2)
-    for kind in (EXISTS, READ, WRITE):
-        queue.put(*[kind] * 4, tenant="a")
-        queue.put(*[kind] * 2, tenant="b")
-        queue.put(kind, tenant="c")
+    queue.put(*[kind] * 4, tenant="a")
+    queue.put(*[kind] * 2, tenant="b")
+    queue.put(kind, tenant="c")
     turns = []
     while works := queue.taken():
-        turns += [(work.order.kind, work.order.tenant) for work in works]
+        turns += [work.order.tenant for work in works]
         for work in works:
             queue.lanes.end(work)
-    assert [tenant for kind, tenant in turns if kind is EXISTS] == list("abcabaa")
-    assert [tenant for kind, tenant in turns if kind is READ] == list("abcabaa")
-    assert [tenant for kind, tenant in turns if kind is WRITE] == list("abcabaa")
+    assert turns == list("abcabaa")
+
+
+@pytest.mark.parametrize("calls", [2, 4, 5, 9])
+@pytest.mark.parametrize("kind", [READ, WRITE, DELETE])
+def test_what_a_tenant_waits_for_comes_though_others_ask_without_end(
+    calls: int, kind: TierFrame
+) -> None:
+    queue = Queue(calls)
+    many = [f"asks {number}" for number in range(2 * calls)]
+    for tenant in many:
+        queue.put(*[EXISTS] * calls, tenant=tenant)
+    running = queue.taken()
+    queue.put(kind, tenant="little")
+    for _ in range(calls):
+        ended = running.pop(0)
+        queue.lanes.end(ended)
+        queue.put(EXISTS, tenant=ended.order.tenant)
+        running += queue.taken()
+        if running[-1].order.tenant == "little":
+            return
+    pytest.fail("it never has its turn")
+
+
+@pytest.mark.parametrize("kind", [READ, WRITE])
+def test_no_thread_looks_at_all_tenants_that_wait_where_none_may(
+    monkeypatch: pytest.MonkeyPatch, kind: TierFrame
+) -> None:
+    queue = Queue(5)
+    for number in range(4096):
+        queue.put(kind, tenant=f"{number}")
+    assert len(queue.taken()) == (4 if kind is READ else 3)
+    looked_at: list[str] = []
+    may = Lanes._may
+
+    def noted(lanes: Lanes, kind: TierFrame, tenant: str) -> bool:
+        looked_at.append(tenant)
+        return may(lanes, kind, tenant)
+
+    monkeypatch.setattr(Lanes, "_may", noted)
+    assert not queue.taken()
+    assert len(looked_at) <= 5
 
 
 def test_what_a_tenant_takes_back_costs_no_other_its_turn() -> None:
