@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -178,6 +180,19 @@ def test_while_one_tenants_copy_hangs_another_is_not_kept_from_the_tier() -> Non
     on.look(20, request="tries")
     assert on.look(21, request="another") == "M"
     assert on.look(*NUMBERS, request="beside", session=2) == "PPPP"
+
+
+def test_a_late_answer_leaves_nothing_of_a_tenant_that_is_forgotten() -> None:
+    on, other = ready(), TenantId("other")
+    on.feed(ev.QuotaSet(1, other, 0))
+    on.bench.open(2, replace(spec("ns 2", "other"), unshared=True))
+    assert on.look(*NUMBERS, session=2) == "PPPP"
+    on.feed(ev.QuotaSet(2, other, 0, named=False))
+    on.bench.leave(2, gone=True)
+    on.tick(MS)
+    assert other not in on.bench.machine.state.tenants
+    on.answer()
+    assert other not in on.bench.machine.state.below.tiers[0].paces
 
 
 def test_another_process_is_another_pace() -> None:

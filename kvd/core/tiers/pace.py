@@ -59,7 +59,8 @@ def answered(tier: Tier, search: Search, now_ns: int) -> None:
     """It has an answer."""
     took_ns, most_ns = now_ns - search.asked_ns, tier.terms.seek_ns
     counted_ns = 2 * took_ns if took_ns >= most_ns else took_ns
-    for pace in (tier.pace, _of(tier, search.sought)):
+    own = tier.paces.get(search.sought.owner.tenant.tenant)  # none: the tenant is forgotten since
+    for pace in filter(None, (tier.pace, own)):
         pace.answer_ns = _mean(pace.answer_ns, counted_ns, most_ns)
 
 
