@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -278,6 +280,50 @@ class Sought:
 
 
 @dataclass(slots=True, eq=False)
+class Stalled:
+    """Requests that wait for room: of each tenant the first come first, and tenants in turn."""
+
+    of: dict[str, OrderedDict[Sought, None]] = field(default_factory=dict)  # whose turn it is first
+
+    def __len__(self) -> int:
+        return sum(map(len, self.of.values()))
+
+    def __iter__(self) -> Iterator[Sought]:
+        return chain.from_iterable(self.of.values())
+
+    def add(self, sought: Sought) -> None:
+        """It waits."""
+        self.of.setdefault(sought.owner.tenant.tenant, OrderedDict())[sought] = None
+
+    def discard(self, sought: Sought) -> None:
+        """It waits no longer, if it did."""
+        tenant = sought.owner.tenant.tenant
+        waiting = self.of.get(tenant, OrderedDict())
+        waiting.pop(sought, None)
+        if not waiting:
+            self.of.pop(tenant, None)
+
+    def take_of(self, tenant: str, most: int | None) -> list[Sought]:
+        """The tenant's first ones; it is behind the others then. `most`: None takes all."""
+        waiting: OrderedDict[Sought, None] = self.of.pop(tenant, OrderedDict())
+        count = len(waiting) if most is None else min(most, len(waiting))
+        taken = [waiting.popitem(last=False)[0] for _ in range(count)]
+        if waiting:
+            self.of[tenant] = waiting
+        return taken
+
+    def take_of_others(self, tenant: str, most: int | None) -> list[Sought]:
+        """Likewise, of all tenants but this one in turn."""
+        taken: list[Sought] = []
+        while most is None or len(taken) < most:
+            other = next((each for each in self.of if each != tenant), None)
+            if other is None:
+                break
+            taken += self.take_of(other, 1)
+        return taken
+
+
+@dataclass(slots=True, eq=False)
 class Below:
     """All tiers, in the order in which they are asked."""
 
@@ -287,7 +333,7 @@ class Below:
     reading: ByDeadline[TierCopy] = field(default_factory=ByDeadline)
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
-    stalled: OrderedDict[Sought, None] = field(default_factory=OrderedDict)  # until promotions end
+    stalled: Stalled = field(default_factory=Stalled)  # until promotions end
     lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
     unanswered: deque[Search] = field(default_factory=deque)  # likewise
     expiring: ByPatience[Sought] = field(default_factory=ByPatience)

@@ -52,7 +52,7 @@ def go_on(turn: Turn) -> None:
         case Left.MORE:
             below.due.append(sought)
         case Left.NO_ROOM:
-            below.stalled[sought] = None
+            below.stalled.add(sought)
 
 
 class Left(enum.Enum):
@@ -260,15 +260,19 @@ def _give_back_share(state: State, copy: TierCopy) -> None:
     """Others may bring up as much instead; once for each read."""
     if state.below.reading.remove(copy):
         (part,) = copy.parts
-        state.below.promoting.count(part.size_class.tenant.tenant, -copy.nbytes)
-        _wake_some(state.below)
+        tenant = part.size_class.tenant.tenant
+        state.below.promoting.count(tenant, -copy.nbytes)
+        _wake_some(state.below, tenant)
 
 
-def _wake_some(below: Below) -> None:
-    """Of those who found no room, as many as one promotion's end may help; the last one's, all."""
-    count = WOKEN_AT_ONCE if below.promoting.whole else len(below.stalled)
-    for _ in range(min(count, len(below.stalled))):
-        below.due.append(below.stalled.popitem(last=False)[0])
+def _wake_some(below: Below, tenant: str) -> None:
+    """Of those who found no room, as many as one promotion's end may help: of its tenant, to whom
+    it gives the most, and of others. The tenant's last one wakes all of its, the last one all."""
+    promoting, stalled = below.promoting, below.stalled
+    own = WOKEN_AT_ONCE if tenant in promoting.taken else None
+    others = WOKEN_AT_ONCE if promoting.whole else None
+    below.due.extend(stalled.take_of(tenant, own))
+    below.due.extend(stalled.take_of_others(tenant, others))
 
 
 def _tell_seeker(state: State, sought: Sought, tags: npt.NDArray[np.uint64], come: Bools) -> None:

@@ -482,7 +482,7 @@ def _drop(state: State, session: Session, sought: Sought) -> None:
 def _forget(state: State, sought: Sought) -> None:
     sought.is_over = True
     state.below.expiring.remove(sought, sought.patience_ns)
-    state.below.stalled.pop(sought, None)
+    state.below.stalled.discard(sought)
     if (session := state.sessions.get(sought.session)) is not None:
         session.found_below.pop(sought, None)
     _count(state, sought, -len(sought.blocks) - len(sought.searches) * SEARCH_BLOCKS)
