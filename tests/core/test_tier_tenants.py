@@ -5,13 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvd.core import events as ev
-from tests.core.bench import numbers_of, spec
+from kvd.core.model.tiers import TierTerms
+from kvd.core.tiers.writing import CAUGHT_UP_AT_ONCE
+from tests.core.bench import BLOCK, numbers_of, spec
 from tests.core.test_tiers import Stage, stage
 
 
-def shared(tenants: int = 2, *, promotion_share: float = 0.25) -> Stage:
+def shared(
+    *rules: TierTerms, tenants: int = 2, extents: int = 8, promotion_share: float = 0.25
+) -> Stage:
     """Session n is the n-th tenant's, each with a namespace."""
-    on = stage(extents=8, promotion_share=promotion_share)
+    on = stage(*rules, extents=extents, promotion_share=promotion_share)
     for number in range(2, tenants + 1):
         on.bench.open(number, spec(f"ns {number}", f"tenant {number}"))
     return on
@@ -45,7 +49,7 @@ def test_who_waits_for_room_goes_on_though_anothers_reads_hang() -> None:
 
 
 def test_who_waits_for_room_of_others_has_a_turn_among_them() -> None:
-    on = shared(4, promotion_share=2 / 128)  # two blocks, of which a tenant has one
+    on = shared(tenants=4, promotion_share=2 / 128)  # two blocks, of which a tenant has one
     for number in range(30):
         for session in (1, 2, 3):
             on.look(number, request=f"r{number}", session=session)
@@ -57,3 +61,16 @@ def test_who_waits_for_room_of_others_has_a_turn_among_them() -> None:
         on.read()
         on.take(on.bench.work_off())
     assert on.look(7, request="little", session=4) == "H"
+
+
+def test_what_waits_to_be_written_has_a_turn_beside_much_of_another_tenant() -> None:
+    on = shared(TierTerms("disk", max_write_bytes=16 * BLOCK), extents=16)
+    on.store(*range(8))
+    on.writes.clear()  # it hangs
+    for number in range(100, 100 + 4 * CAUGHT_UP_AT_ONCE):
+        on.store(number)
+    on.store(*range(8), session=2)
+    for numbers in (range(4), range(4, 8)):
+        (write,) = on.writes
+        assert numbers_of(write.keys) == list(numbers)
+        on.write()

@@ -163,7 +163,7 @@ class Tier:
     clearing: dict[str, None] = field(default_factory=dict)  # fingerprints, yet to be deleted
     reuse: ReuseFilter = field(init=False)
     writing: TenantShare = field(default_factory=TenantShare)
-    behind: deque[Late] = field(default_factory=deque)
+    behind: dict[str, deque[Late]] = field(default_factory=dict)  # by tenant; whose turn is first
     behind_blocks: TenantShare = field(default_factory=TenantShare)
     pace: TierPace = field(default_factory=TierPace)  # for all; only told
     paces: dict[TenantId, TierPace] = field(default_factory=dict)  # by which it is asked or not

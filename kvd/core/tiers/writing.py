@@ -2,11 +2,14 @@
 
 What is on its way is pinned, so it is bounded: a tenant may have as much of a tier's bound as it
 leaves to others. What is beyond waits, without a pin, for copies to end; so much may wait, shared
-likewise. What is beyond that, too, is not written; a block has another chance when it is offered or
-used again, and before it is evicted. What leaves host memory before it could be written is counted.
+likewise, and tenants take turns. What is beyond that, too, is not written; a block has another
+chance when it is offered or used again, and before it is evicted. What leaves host memory before it
+could be written is counted.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 
@@ -87,18 +90,30 @@ def _write_soon(
 
 
 def _put_behind(tier: Tier, late: Late) -> None:
-    tier.behind.append(late)
-    tier.behind_blocks.count(late.owner.tenant.tenant, len(late.slots))
+    tenant = late.owner.tenant.tenant
+    tier.behind.setdefault(tenant, deque()).append(late)
+    tier.behind_blocks.count(tenant, len(late.slots))
+
+
+def _take_behind(tier: Tier) -> Late:
+    """The first batch of the tenant whose turn it is; the tenant is behind the others then."""
+    tenant = next(iter(tier.behind))
+    batches = tier.behind.pop(tenant)
+    late = batches.popleft()
+    if batches:
+        tier.behind[tenant] = batches
+    tier.behind_blocks.count(tenant, -len(late.slots))
+    return late
 
 
 def catch_up(turn: Turn, tier: Tier) -> None:
     """Write down some of what was too much when its turn was, as far as it is still there."""
     blocks = LATE_AT_ONCE
-    for _ in range(min(CAUGHT_UP_AT_ONCE, len(tier.behind))):
-        owner, slots, again = tier.behind.popleft()
-        tenant = owner.tenant.tenant
-        tier.behind_blocks.count(tenant, -len(slots))
-        if tier.writing.fits(tenant, tier.terms.max_write_bytes, owner.block_bytes):
+    for _ in range(CAUGHT_UP_AT_ONCE):
+        if not tier.behind or not blocks:
+            return
+        owner, slots, again = _take_behind(tier)
+        if tier.writing.fits(owner.tenant.tenant, tier.terms.max_write_bytes, owner.block_bytes):
             some, rest = slots[:blocks], slots[blocks:]
             blocks -= len(some)
             late = write(turn, tier, owner, _still_of(turn.state, owner, some), again=again)
