@@ -385,7 +385,9 @@ class Driver:
 
         What a tier had to be asked for, and says at once, is part of them. They count once.
         """
-        once = not self.tiers.may_answer_soon
+        record = self.sessions.get(session)
+        tenant = None if record is None else self.machine.tenant_of(record.namespace)
+        once = not self.tiers.may_answer_soon(tenant or "")
 
         def ask(some: tuple[Query, ...]) -> tuple[Answer, ...]:
             found: tuple[Answer, ...] = self.call(ev.LookupRequested(session, some, once))

@@ -6,10 +6,9 @@ import asyncio
 import functools
 import hashlib
 import logging
-import math
 import re
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import or_
@@ -18,6 +17,7 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import numpy.typing as npt
 
+from kvd.config.settings import MAX_TENANTS
 from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
@@ -56,7 +56,7 @@ DOUBTED_AGAIN_S = 10.0  # between two doubts about all that a tier holds
 DELETE_AGAIN_S = 1.0  # after a tier could not delete all of it
 # Options of our stores that say how one is used: where these are others, it is the same store.
 _SAYS_HOW = re.compile(r"threads|calls|retries|replicas|\w+_(seconds|file)")
-SOON_S = 0.002  # that a lookup waits for a tier's answer, where the last one came as fast
+SOON_S = 0.002  # that a lookup waits for a tier's answer, where its tenant's last came as fast
 
 
 def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...]:
@@ -87,6 +87,7 @@ class Question(NamedTuple):
     """What a tier was asked and has not answered."""
 
     tier: TierId
+    tenant: str
     asked_s: float
     waiting: list[asyncio.Future[None]]
 
@@ -131,7 +132,8 @@ class Tiers:
         self._next_order = 0
         self.questions = 0  # that processes were given, so far
         self._questions: dict[OrderId, Question] = {}
-        self._answer_s: dict[TierId, float] = {}  # that the last one took
+        # Tenants whose last answer took longer than SOON_S; the last to ask at the end.
+        self._slow_for: defaultdict[TierId, dict[str, None]] = defaultdict(dict)
 
     def begin(self) -> None:
         """Start their processes, and from now on whenever one has ended."""
@@ -250,45 +252,53 @@ class Tiers:
             self._asked[order.tier][number] = order
             if isinstance(order, act.AskTier):
                 self.questions += 1
-                self._questions[number] = Question(order.tier, time.monotonic(), [])
+                tenant = self._tenant_of(order.name.namespace) or ""
+                self._questions[number] = Question(order.tier, tenant, time.monotonic(), [])
             if isinstance(order, act.WriteToTier) and order.tier not in self._written:
                 self._written.add(order.tier)
                 self._tell_clients()
         else:
             self._tell_none(order, refused=True)
 
-    @property
-    def may_answer_soon(self) -> bool:
-        """Whether a lookup may wait for an answer of theirs: not of slow ones, nor of none."""
+    def may_answer_soon(self, tenant: str) -> bool:
+        """Whether the tenant's lookup may wait for an answer: not of those slow for it, or none."""
         return any(
-            self._process_of(tier) is not None and self._answer_s.get(tier, 0.0) <= SOON_S
+            self._process_of(tier) is not None and tenant not in self._slow_for[tier]
             for tier in self._asked
         )
 
     async def answered_soon(self) -> bool:
         """Wait a moment for the answer to what was asked last. False: it has not come.
 
-        Nobody waits for a tier whose last answer took longer than such a moment.
+        Nobody waits for a tier whose last answer to the tenant took longer than such a moment.
         """
         question = next(reversed(self._questions.values()), None)
         if question is None:
             return True
-        if self._answer_s.get(question.tier, 0.0) > SOON_S:
+        if question.tenant in self._slow_for[question.tier]:
             return False
         answered = asyncio.get_running_loop().create_future()
         question.waiting.append(answered)
         await asyncio.wait([answered], timeout=SOON_S)
         if not answered.done():
             answered.cancel()
-            self._answer_s[question.tier] = math.inf
+            self._note_pace(question, is_slow=True)
             return False
         return True
+
+    def _note_pace(self, question: Question, *, is_slow: bool) -> None:
+        slow_for = self._slow_for[question.tier]
+        slow_for.pop(question.tenant, None)
+        if is_slow:
+            slow_for[question.tenant] = None
+        if len(slow_for) > MAX_TENANTS:  # some of them are forgotten since
+            del slow_for[next(iter(slow_for))]
 
     def _note_answer(self, order: OrderId) -> None:
         """After its event was reported: who waits for it goes on when that was handled."""
         question = self._questions.pop(order, None)
         if question is not None:
-            self._answer_s[question.tier] = time.monotonic() - question.asked_s
+            self._note_pace(question, is_slow=time.monotonic() - question.asked_s > SOON_S)
             for waiting in question.waiting:
                 self._report(waiting)
 

@@ -259,6 +259,35 @@ async def test_what_a_process_was_asked_before_its_end_is_waited_for_no_longer(
     assert await asyncio.wait_for(lookup, 5.0)
 
 
+@on_loop
+async def test_a_tier_that_is_slow_for_one_tenant_is_waited_for_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = tiers([])
+    monkeypatch.setattr(module, "SOON_S", 0.01)
+    monkeypatch.setattr(made, "_give", lambda *_: True)
+    monkeypatch.setattr(made, "_tenant_of", lambda namespace: TenantId(f"tenant {namespace}"))
+    made._asked[TIER], made._deleting[TIER] = {}, {}
+    assert made.may_answer_soon("tenant 1")
+    name = ScopeName(NamespaceId(1), "", "", 0, 0)
+    made.carry_out(act.AskTier(TIER, SearchId(1), name, cast(Any, ())))
+    assert not await made.answered_soon()
+    assert not made.may_answer_soon("tenant 1")
+    assert made.may_answer_soon("tenant 2")
+    monkeypatch.setattr(module, "SOON_S", 60.0)
+    monkeypatch.setattr(made, "_tell_end", lambda *_: None)
+    made.order_ended(TIER, TierAnswer(OrderId(1), OrderEnd.ANSWERED))
+    assert made.may_answer_soon("tenant 1")
+
+
+def test_slow_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TENANTS", 3)
+    made = tiers([])
+    for number in range(9):
+        made._note_pace(module.Question(TIER, f"{number}", 0.0, []), is_slow=True)
+    assert list(made._slow_for[TIER]) == ["6", "7", "8"]
+
+
 def test_a_tier_whose_process_has_yet_to_end_is_shown_as_away() -> None:
     made = tiers([])
     each = tuple(
