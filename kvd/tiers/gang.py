@@ -13,6 +13,7 @@ from kvd.tiers.store import TierError, TierReason
 
 log = logging.getLogger(__name__)
 
+PATIENT_TURN = 4  # one piece of so many is a patient call's, where others wait, too
 Work = Callable[[], None]
 
 
@@ -25,7 +26,8 @@ def require_time(deadline: float) -> None:
 class _Count:
     """Pieces of one call that have not ended; who may add some counts as one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_patient: bool) -> None:
+        self.is_patient = is_patient
         self._lock = threading.Lock()
         self._left = 1
         self._ended = threading.Event()
@@ -47,32 +49,45 @@ class _Count:
 
 class _Turns:
     """Pieces that no thread has begun: of each call one in turn, so that a question of a few does
-    not wait for a write of thousands."""
+    not wait for a read of thousands. Those of patient calls give way, but for one in some."""
 
     def __init__(self) -> None:
-        self._calls: dict[_Count, deque[Work]] = {}  # that have pieces here; the next one first
+        # Calls that have pieces here, the next one first.
+        self._calls: dict[_Count, deque[Work]] = {}
+        self._patient: dict[_Count, deque[Work]] = {}
+        self._gave_way = 0  # times in a row
         self._is_closed = False
         self._changed = threading.Condition()
 
     def put(self, works: Sequence[Work], call: _Count) -> None:
         if works:
             with self._changed:
-                self._calls.setdefault(call, deque()).extend(works)
+                calls = self._patient if call.is_patient else self._calls
+                calls.setdefault(call, deque()).extend(works)
                 self._changed.notify(len(works))
 
     def take(self) -> tuple[Work, _Count] | None:
         """Wait for the next piece. None: closed, and none is left."""
         with self._changed:
-            while not self._calls:
+            while not (calls := self._whose_turn()):
                 if self._is_closed:
                     return None
                 self._changed.wait()
-            call = next(iter(self._calls))
-            works = self._calls.pop(call)
+            call = next(iter(calls))
+            works = calls.pop(call)
             work = works.popleft()
             if works:
-                self._calls[call] = works  # behind the others
+                calls[call] = works  # behind the others
             return work, call
+
+    def _whose_turn(self) -> dict[_Count, deque[Work]]:
+        """The calls of which one has the next piece."""
+        must_give_way = bool(self._calls) and self._gave_way < PATIENT_TURN - 1
+        if not self._patient or must_give_way:
+            self._gave_way += bool(self._patient)
+            return self._calls
+        self._gave_way = 0
+        return self._patient
 
     def close(self) -> None:
         with self._changed:
@@ -83,9 +98,9 @@ class _Turns:
 class Flow:
     """Pieces of one call. Each may add others, and who opened it may, until all have ended."""
 
-    def __init__(self, put: Callable[[Sequence[Work], _Count], None]) -> None:
+    def __init__(self, put: Callable[[Sequence[Work], _Count], None], *, is_patient: bool) -> None:
         self._put = put
-        self._count = _Count()
+        self._count = _Count(is_patient=is_patient)
 
     def add(self, works: Sequence[Work]) -> None:
         """Have these done, in their turn."""
@@ -103,7 +118,8 @@ class Gang:
     """Some threads that take pieces of work, of each call in turn. Any thread may call.
 
     When `do` or `flow` has ended, no thread holds on to anything of the pieces any more: they have
-    views of memory that is only lent.
+    views of memory that is only lent. Of a patient call, for which no request waits, pieces give
+    way to those of others.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -115,16 +131,16 @@ class Gang:
         for thread in self._threads:
             thread.start()
 
-    def do(self, works: Sequence[Work]) -> None:
+    def do(self, works: Sequence[Work], *, is_patient: bool = False) -> None:
         """Have all done; returns when all have ended. A piece that raises breaks an assertion."""
         if works:
-            with self.flow() as flow:
+            with self.flow(is_patient=is_patient) as flow:
                 flow.add(works)
 
     @contextlib.contextmanager
-    def flow(self) -> Iterator[Flow]:
+    def flow(self, *, is_patient: bool = False) -> Iterator[Flow]:
         """Pieces that are added meanwhile; ends when all have ended."""
-        flow = Flow(self._turns.put)
+        flow = Flow(self._turns.put, is_patient=is_patient)
         try:
             yield flow
         finally:

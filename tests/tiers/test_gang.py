@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from kvd.tiers.gang import Flow, Gang
+from tests.tiers.valkey_rig import until
 
 
 @pytest.fixture
@@ -81,6 +82,30 @@ def test_a_small_call_does_not_wait_for_all_pieces_of_a_large_one(gang: Gang) ->
         thread.join(20)
         assert not thread.is_alive()
     assert ended, "it waited for what came before it"
+
+
+def test_pieces_of_a_patient_call_give_way_but_for_one_in_some() -> None:
+    with closing(Gang("test", 1)) as gang:
+        begun, may_begin, done = threading.Event(), threading.Event(), list[str]()
+
+        def first() -> None:
+            begun.set()
+            assert may_begin.wait(20)
+
+        calls = [threading.Thread(target=gang.do, args=([first],))]
+        for name, is_patient in (("write", True), ("read", False)):
+            pieces = [partial(done.append, name)] * 20
+            given = {"is_patient": is_patient}
+            calls.append(threading.Thread(target=gang.do, args=(pieces,), kwargs=given))
+        for call in calls:
+            call.start()
+            assert begun.wait(20)
+        until(lambda: len(gang._turns._calls) == len(gang._turns._patient) == 1)
+        may_begin.set()
+        for call in calls:
+            call.join(20)
+    turns = "".join(name[0] for name in done)
+    assert turns == "rrrw" * 6 + "rrw" + "w" * 13
 
 
 def test_what_was_given_before_the_end_is_done() -> None:

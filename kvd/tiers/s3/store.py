@@ -73,6 +73,7 @@ class S3Store:
             [blocks[number] for number in numbers],
             lambda block: self._bucket.write(self._bucket.name_of(block.key), block),
             deadline,
+            is_patient=True,
         )
         outcomes = dict(zip(numbers, map(_outcome, found), strict=True))
         return [outcomes[number] for number in firsts]
@@ -99,7 +100,7 @@ class S3Store:
         for below in above:
             self._require_no_late_writes(below)
         sweeps = [partial(self._sweep, below, some, deadline) for below, some in above.items()]
-        self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline))
+        self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline, is_patient=True))
         self._raise_first(self._each([self._bucket.require_bucket], lambda ask: ask(), deadline))
 
     def usage(self) -> TierUsage:
@@ -154,10 +155,15 @@ class S3Store:
 
     def _remove(self, names: list[str], deadline: float) -> None:
         groups = [names[at : at + REMOVED_AT_ONCE] for at in range(0, len(names), REMOVED_AT_ONCE)]
-        self._raise_first(self._each(groups, self._bucket.remove, deadline))
+        self._raise_first(self._each(groups, self._bucket.remove, deadline, is_patient=True))
 
     def _each(
-        self, given: Sequence[_T], call: Callable[[_T], object], deadline: float
+        self,
+        given: Sequence[_T],
+        call: Callable[[_T], object],
+        deadline: float,
+        *,
+        is_patient: bool = False,
     ) -> list[object]:
         """What the call gives for each, or the TierError that it ended in."""
         found: list[object] = [None] * len(given)
@@ -172,7 +178,8 @@ class S3Store:
                 with self._lock:
                     self._errors[error.reason] += 1
 
-        self._gang.do([partial(one, number) for number in range(len(given))])
+        pieces = [partial(one, number) for number in range(len(given))]
+        self._gang.do(pieces, is_patient=is_patient)
         return found
 
     def _raise_first(self, found: list[object]) -> None:

@@ -107,7 +107,7 @@ class Moves:
         While one run is looked for, or is made, others are written.
         """
         looks: list[_Look] = []
-        with self._gang.flow() as flow:
+        with self._gang.flow(is_patient=True) as flow:
             for run in runs:
                 groups = list(_by_home(run, 2 * UNIT_NAMES))
                 looks.append(_Look(run, len(groups), flow))
@@ -115,7 +115,8 @@ class Moves:
         new = [move for look in looks for move in look.new]
         cut = [m for m in new if m.is_cut and m.reason is None and m.outcome is None]
         records = _by_home(cut, UNIT_NAMES)
-        self._gang.do([partial(self._write_records, group, deadline) for group in records])
+        pieces = [partial(self._write_records, group, deadline) for group in records]
+        self._gang.do(pieces, is_patient=True)
         for move in new:
             if move.reason is None:
                 move.outcome = move.outcome or Outcome.DONE
@@ -286,9 +287,8 @@ class Moves:
             home = homes.get(name[: name.index(b"}") + 1])
             if home is not None:
                 groups.setdefault(home, []).append(["UNLINK", name])
-        self._gang.do(
-            [partial(self._unlink, home, some, deadline) for home, some in groups.items()]
-        )
+        pieces = [partial(self._unlink, home, some, deadline) for home, some in groups.items()]
+        self._gang.do(pieces, is_patient=True)
 
     def _unlink(self, home: str, commands: list[Command], deadline: float) -> None:
         try:
