@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -90,6 +91,24 @@ def test_a_replay_with_tiers_is_the_same_each_time() -> None:
     )
     assert first.tiers == second.tiers
     assert first.blocks_found == second.blocks_found
+
+
+@pytest.mark.parametrize("rate", [None, 10 * BLOCK])
+def test_a_silence_of_years_changes_nothing_and_takes_no_time(rate: int | None) -> None:
+    """One of an hour, which every tick can be made of, and one that none can."""
+    hour, years = 3_600_000, 3_600_000 * 24 * 365 * 20
+
+    def after(silence_ms: int) -> replay.ReplayResult:
+        """It comes before all of the trace, and amid it."""
+        middle = len(REQUESTS) // 2
+        later = [
+            dataclasses.replace(r, timestamp_ms=r.timestamp_ms + (1 + (n >= middle)) * silence_ms)
+            for n, r in enumerate(REQUESTS)
+        ]
+        tiers = below(TierSpec(DISTINCT // 2, write="demotion", rate=rate))
+        return dataclasses.replace(replay.replay(later, "lru", LONGEST, below=tiers), seconds=0)
+
+    assert after(years) == after(hour)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

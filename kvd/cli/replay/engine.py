@@ -39,6 +39,7 @@ HASH_BYTES = 8
 TRACKER_BLOCKS = 65536
 NS_PER_MS = 1_000_000
 _TICK = 250 * NS_PER_MS  # as in the daemon
+_REST = 180_000 * NS_PER_MS  # with the tiers' longest deadline: then nothing is due any more
 
 _HOST = -1  # where a block was found that was in host memory
 _SESSION = SessionId(1)
@@ -79,6 +80,8 @@ class ReplayEngine:
         self._machine = Machine(config, native_probes())
         self._now_ns = 0
         self._ticked_ns = 0
+        self._busy_ns = 0  # when the core last heard or ordered anything but of the time
+        self._rest_ns = _REST + self._below.longest_deadline_ns
         self._requests = 0
         self._job = 0
         self._came_from: dict[int, int] = {}  # of the request under way: block -> tier
@@ -238,12 +241,18 @@ class ReplayEngine:
         self._now_ns = max(self._now_ns, until_ns)
 
     def _next_moment(self, until_ns: int) -> int | None:
-        """When something is to be done next, by then."""
-        moments = [self._ticked_ns + _TICK]
+        """When something is to be done next, by then.
+
+        Once nothing has been under way for long, only the last look at the clock is left: it does
+        what all would.
+        """
+        next_ns = self._ticked_ns + _TICK
         end_ns = self._below.next_end_ns()
         if end_ns is not None:
-            moments.append(end_ns)
-        return min(moments) if min(moments) <= until_ns else None
+            next_ns = min(next_ns, end_ns)
+        elif self._ticked_ns > self._busy_ns + self._rest_ns:
+            next_ns = max(next_ns, until_ns // _TICK * _TICK)
+        return next_ns if next_ns <= until_ns else None
 
     def _look_at_clock(self) -> None:
         if self._now_ns >= self._ticked_ns + _TICK:
@@ -282,6 +291,8 @@ class ReplayEngine:
     def _drive(self, event: events.Event) -> list[actions.Action]:
         """Hand an event to the core, and end at once every copy of the mover that it orders."""
         ordered = self._machine.handle(event, self._now_ns)
+        if not isinstance(event, events.TimerTicked):
+            self._busy_ns = self._now_ns
         for action in ordered:
             match action:
                 case actions.StartTransfer():
@@ -302,6 +313,7 @@ class ReplayEngine:
                         blocks_read = action.keys.words[:, 0].tolist()
                         self._came_from.update(dict.fromkeys(blocks_read, int(action.tier)))
                     self._below.give(action, self._now_ns)
+                    self._busy_ns = self._now_ns
                 case _:
                     pass
         return ordered

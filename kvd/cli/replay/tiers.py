@@ -183,6 +183,11 @@ class ReplayTiers:
     def __len__(self) -> int:
         return len(self._tiers)
 
+    @property
+    def longest_deadline_ns(self) -> int:
+        """How long a request waits for them at most."""
+        return int(max((tier.spec.deadline_s for tier in self._tiers), default=0.0) * _SECOND)
+
     def terms(self, pool_bytes: int) -> tuple[TierTerms, ...]:
         """What the core is told of them: as the daemon tells it."""
         rules = [
