@@ -21,7 +21,7 @@ from kvd.cli.replay import command as replay
 from kvd.cli.replay.compute import EVEN_AT_TOKENS, compute_ratio
 from kvd.cli.replay.device import StoreRule
 from kvd.cli.replay.engine import ReplayEngine
-from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
+from kvd.cli.replay.trace import MAX_TIMESTAMP_MS, TraceError, TraceRequest, read_trace
 from kvd.core.policy import POLICY_NAMES
 
 
@@ -237,6 +237,7 @@ def _write_all(pipe: int, content: bytes) -> None:
         (line(hash_ids=["1" * 10_000]), "field hash_ids: '1111"),
         (line(hash_ids={"1": "1" * 10_000}), "field hash_ids: {"),
         (line(timestamp=1e308), "field timestamp: 1"),
+        (line(timestamp=MAX_TIMESTAMP_MS + 1), "Fix: give it in milliseconds"),
     ],
 )
 def test_bad_line_is_named_with_file_line_field_and_fix(

@@ -11,6 +11,7 @@ import pytest
 
 from kvd.cli.replay import command as replay
 from kvd.cli.replay.tiers import ModelStore, ReplayTiers, TierSpec
+from kvd.cli.replay.trace import MAX_TIMESTAMP_MS, read_trace
 from kvd.core import actions, events
 from kvd.core.keys import CopyId, KeyBatch, NamespaceId, ScopeName, TierId
 from kvd.core.policy import POLICY_NAMES
@@ -109,6 +110,12 @@ def test_a_silence_of_years_changes_nothing_and_takes_no_time(rate: int | None) 
         return dataclasses.replace(replay.replay(later, "lru", LONGEST, below=tiers), seconds=0)
 
     assert after(years) == after(hour)
+
+
+def test_a_trace_may_begin_at_the_last_time_there_is(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace", [request(1, 2, at_ms=MAX_TIMESTAMP_MS)] * 2)
+    result = replay.replay(read_trace(trace), "lru", 2, below=below(TierSpec(2)))
+    assert result.blocks_found == 2
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

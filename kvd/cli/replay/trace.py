@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 MAX_BLOCKS = 16384  # of one request
 MAX_LINE_BYTES = 1 << 22
+MAX_TIMESTAMP_MS = 4_102_444_800_000  # the year 2100, for those who count from 1970
 _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_NUMBER = 2**63 - 1
 
@@ -112,11 +113,21 @@ def _parse(line: bytes, where: str) -> TraceRequest:
     if not isinstance(fields, dict):
         raise TraceError(f'{where}: not a JSON object. Fix: write {{"timestamp": …}} a line')
     return TraceRequest(
-        _number(fields, "timestamp", where),
+        _timestamp(fields, where),
         _number(fields, "input_length", where),
         _number(fields, "output_length", where),
         _blocks(fields, where),
     )
+
+
+def _timestamp(fields: dict[str, Any], where: str) -> int:
+    value = _number(fields, "timestamp", where)
+    if value > MAX_TIMESTAMP_MS:
+        raise TraceError(
+            f"{where}: field timestamp: {value} is beyond {MAX_TIMESTAMP_MS}. "
+            "Fix: give it in milliseconds"
+        )
+    return value
 
 
 def _number(fields: dict[str, Any], name: str, where: str) -> int:
