@@ -112,6 +112,17 @@ def test_a_silence_of_years_changes_nothing_and_takes_no_time(rate: int | None) 
     assert after(years) == after(hour)
 
 
+def test_what_finds_no_room_beside_slow_copies_is_not_stored() -> None:
+    """The request's own blocks and those that are being written leave less than it offers."""
+    requests = conversations(seed=16, count=40)
+    distinct = replay.distinct_blocks(requests)
+    slow = TierSpec(distinct, write="demotion", rate=BLOCK, deadline_s=100.0)
+    capacity = max(r.blocks.size for r in requests)
+    result = replay.replay(requests, "lru", capacity, below=below(slow, TierSpec(distinct)))
+    assert result.blocks_without_room > 0
+    assert result.requests == len(requests)
+
+
 def test_a_trace_may_begin_at_the_last_time_there_is(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace", [request(1, 2, at_ms=MAX_TIMESTAMP_MS)] * 2)
     result = replay.replay(read_trace(trace), "lru", 2, below=below(TierSpec(2)))
