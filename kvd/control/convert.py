@@ -75,7 +75,7 @@ class KeyBudget:
         self._left -= keys
         if self._left < 0:
             raise InvalidArgument(
-                f"more than {MAX_KEYS_PER_MESSAGE} keys in one message",
+                f"more than {MAX_KEYS_PER_MESSAGE} keys in one message: send several",
                 "hashes",
                 errors.TOO_MANY_KEYS,
             )

@@ -104,7 +104,7 @@ _COUNTERS = (
     ("kvd_hand_off_expired_blocks", "Handed-off blocks nobody took in time.", "hand_off_expired"),
     (
         "kvd_hand_off_unheld_blocks",
-        "Handed-off blocks not there, or over a cap.",
+        "Handed-off blocks not there or over a cap, or lost later, as by a clear.",
         "hand_off_unheld",
     ),
     ("kvd_movers_killed", "Movers that ended amid a copy, as a late one.", "movers_killed"),

@@ -88,7 +88,9 @@ class PendingJobs:
     async def _wait_for(self, session: SessionId, left: set[JobId], deadline_s: float) -> None:
         flushes = self._flushes.setdefault(session, [])
         if len(flushes) >= MAX_FLUSHES:
-            raise LimitExceeded(f"{MAX_FLUSHES} flushes of the session wait", "session_id")
+            raise LimitExceeded(
+                f"{MAX_FLUSHES} flushes of the session wait: let one end first", "session_id"
+            )
         flush = Flush(left, asyncio.get_running_loop().create_future())
         flushes.append(flush)
         try:

@@ -199,7 +199,7 @@ NULL_KEYS = KeyBatch(np.zeros((8193, 4), np.uint64), 32)
         ),
         (
             ev.Run(0, NULL_KEYS, engine_blocks([0] * 8193)),
-            ("8193 keys in one message, at most 8192", "hashes", "TOO_MANY_KEYS"),
+            ("8193 keys in one message, at most 8192: send several", "hashes", "TOO_MANY_KEYS"),
         ),
         (
             run([1, 2], blocks=[1]),
@@ -251,7 +251,7 @@ def test_one_job_too_many_is_refused_in_words(
         bench.store([number])
     for kind in (ev.StoreRequested, ev.LoadRequested):
         assert refused(bench, kind(HERE, JobId(9), context(), (run([9]),))) == (
-            (LIMIT, "2 jobs are in flight", "job_id", "LIMIT_EXCEEDED")
+            (LIMIT, "2 jobs are in flight: wait for the end of some", "job_id", "LIMIT_EXCEEDED")
         )
 
 

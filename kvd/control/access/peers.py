@@ -242,7 +242,11 @@ class Peer:
         """Keep an offered memory under the client's number; owns the descriptor either way."""
         try:
             if len(self.memories) >= MAX_MEMORIES and number not in self.memories:
-                raise LimitExceeded(f"more than {MAX_MEMORIES} memories offered", "memory_token")
+                raise LimitExceeded(
+                    f"more than {MAX_MEMORIES} memories offered on one companion connection; open"
+                    " another",
+                    "memory_token",
+                )
             descriptors.require_room("memory_token")
             memory = accept_device_memory(fd) if is_device else accept_memory(fd)
             if number not in self.memories:

@@ -143,7 +143,7 @@ def _gpu_uuid(text: str, where: str) -> str:
     """The UUID as the driver writes it."""
     if text.startswith("MIG-"):
         raise InvalidArgument(
-            f"{where} lies on a MIG instance ({text}): CUDA shares no memory there between"
+            f"{where} lies on a MIG instance ({text[:64]!r}): CUDA shares no memory there between"
             " processes; give the engine a whole GPU",
             f"{where}.gpu_uuid",
             registration_errors.GPU_MODE_UNSUPPORTED,

@@ -40,7 +40,7 @@ def check_keys(
     count = sum(len(keys) for _, keys in named)
     if count > MAX_KEYS_PER_MESSAGE:
         raise InvalidArgument(
-            f"{count} keys in one message, at most {MAX_KEYS_PER_MESSAGE}",
+            f"{count} keys in one message, at most {MAX_KEYS_PER_MESSAGE}: send several",
             "hashes",
             TOO_MANY_KEYS,
         )

@@ -104,7 +104,9 @@ def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> No
     if event.job in session.jobs:
         raise DuplicateJob(f"job {event.job} is in flight", "job_id")
     if len(session.jobs) >= MAX_JOBS_IN_FLIGHT:
-        raise LimitExceeded(f"{MAX_JOBS_IN_FLIGHT} jobs are in flight", "job_id")
+        raise LimitExceeded(
+            f"{MAX_JOBS_IN_FLIGHT} jobs are in flight: wait for the end of some", "job_id"
+        )
 
 
 def _refusal(state: State, session: Session, account: str, offers: list[Offer]) -> str:
