@@ -271,6 +271,11 @@ def test_after_an_interrupted_question_others_are_answered(
         assert memory.batches.find(sought)[0].all()
 
 
+def is_none_leased(memory: Memory, daemon: DaemonProcess) -> bool:
+    memory.batches.store([BlockRun(0, 0, keys(19, 1), [5])])  # by a step, which renews the others
+    return ask(daemon.socket, 10.0).sessions[0].leases == 0
+
+
 @pytest.mark.parametrize("call", ["_connection.send_step", "_answers._end"])
 def test_after_an_interrupted_step_the_daemon_hears_of_leases_that_have_ended(
     memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str
@@ -289,12 +294,34 @@ def test_after_an_interrupted_step_the_daemon_hears_of_leases_that_have_ended(
     with pytest.raises(Interrupted):
         memory.batches.store([BlockRun(0, 0, keys(19, 1), [5])])
     monkeypatch.undo()
+    wait_until(lambda: is_none_leased(memory, daemon), "the lease's end")
 
-    def is_none_leased() -> bool:
-        memory.batches.store([BlockRun(0, 0, keys(19, 1), [5])])  # by a step
-        return ask(daemon.socket, 10.0).sessions[0].leases == 0
 
-    wait_until(is_none_leased, "the lease's end")
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("call", ["_put", "_lookups.close_open", "_session.enter_epoch"])
+def test_after_an_interrupted_reset_blocks_are_kept_and_found(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, call: str, begun: bool
+) -> None:
+    """No session would be usable again if the daemon had nothing to confirm."""
+    *path, name = f"batches._connection.{call}".split(".")
+    owner = functools.reduce(getattr, path, memory)
+    original = getattr(owner, name)
+
+    def interrupted(*given: object) -> None:
+        monkeypatch.undo()
+        if begun:
+            original(*given)
+        raise Interrupted
+
+    memory.batches.reset()
+    assert memory.batches.wait_usable(PATIENCE_SECONDS)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(Interrupted):
+        memory.batches.reset()
+    assert memory.batches.wait_usable(PATIENCE_SECONDS), memory.batches.problem
+    one = BlockRun(0, 0, keys(27, 4), range(4))
+    wait_until(lambda: memory.batches.store([one]) == [True], "a store")
+    wait_until(lambda: bool(memory.batches.find([SoughtKeys(0, one.block_hashes)])[0].all()), "it")
 
 
 def test_an_interrupted_step_uses_up_no_number(

@@ -266,16 +266,19 @@ class SchedulerConnection:
 
         return message
 
-    def _reset_message(self, epoch: str) -> Message:
-        """A reset of the cache, numbered as a step is. Called under the lock."""
+    def _reset_message(self) -> Message:
+        """A reset of the cache, numbered as a step is. Called under the lock.
+
+        It names the epoch that is wanted as it leaves: the only one whose confirmation counts.
+        """
         outgoing = self._outgoing
 
         def message() -> bytes | None:
             with self._changed:
-                if outgoing is not self._outgoing:
+                if outgoing is not self._outgoing or not self._epoch:
                     return None
                 self._sequence += 1
-                reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)
+                reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=self._epoch)
             return engine_pb2.SessionRequest(reset_cache=reset).SerializeToString()
 
         return message
@@ -302,13 +305,14 @@ class SchedulerConnection:
         epoch = epoch or os.urandom(16).hex()
         require_text("epoch", epoch, MAX_EPOCH_BYTES)
         with self._changed:
-            self._epoch = epoch
             session = self._session
-            if session is None:
-                return
-            session.enter_epoch(epoch, ())
-            self._lookups.close_open()
-            self._put(self._reset_message(epoch))
+            if session is not None:
+                self._lookups.close_open()
+                # First: a signal's handler may raise in between, and without it nobody confirms.
+                self._put(self._reset_message())
+            self._epoch = epoch
+            if session is not None:
+                session.enter_epoch(epoch, ())
 
     def close(self) -> None:
         """Say goodbye and end the thread. Leases end now, submitted copies may still finish."""
@@ -453,7 +457,7 @@ class SchedulerConnection:
             if self._epoch and self._epoch != session.epoch:
                 # The cache was reset while the session was being opened.
                 session.enter_epoch(self._epoch, ())
-                outgoing.put(self._reset_message(self._epoch))
+                outgoing.put(self._reset_message())
             self._changed.notify_all()
 
     def _lose_session(self) -> None:

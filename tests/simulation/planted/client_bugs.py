@@ -80,7 +80,7 @@ CLIENT = (
     _client(
         "reset that the daemon is not told of",
         "connection",
-        "            self._put(self._reset_message(epoch))\n",
+        "                self._put(self._reset_message())\n",
         "",
     ),
     _client(
