@@ -14,9 +14,10 @@ import pytest
 
 from kvd.cli.status import ask
 from kvd_client.batches import BatchOptions, SoughtKeys
-from kvd_client.draft import BlockRun, StepDraft
+from kvd_client.draft import BlockRun, QueryDraft, StepDraft
 from kvd_client.lookup_calls import SharedCall
 from kvd_client.outgoing import Message
+from kvd_proto.v1 import common_pb2
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -293,6 +294,29 @@ def test_after_an_interrupted_step_the_daemon_hears_of_leases_that_have_ended(
     monkeypatch.setattr(getattr(memory.batches, owner), name, interrupted)
     with pytest.raises(Interrupted):
         memory.batches.store([BlockRun(0, 0, keys(19, 1), [5])])
+    monkeypatch.undo()
+    wait_until(lambda: is_none_leased(memory, daemon), "the lease's end")
+
+
+@pytest.mark.parametrize("call", ["_step_message", "_put"])
+def test_after_an_interrupted_step_the_daemon_hears_of_leases_that_nobody_wants(
+    memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Their answers came after whoever asked had given up: the request itself goes on."""
+    hashes, connection = keys(25, 4), memory.batches._connection
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    asked = connection.start_lookup(
+        [QueryDraft(common_pb2.ReqContext(request_id="goes on"), BlockRun(0, 0, hashes), True)]
+    )
+    connection.gather([asked], PATIENCE_SECONDS)
+    connection.give_up(asked)
+
+    def interrupted(*_given: object) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(connection, call, interrupted)
+    with pytest.raises(Interrupted):
+        memory.batches.store([BlockRun(0, 0, keys(26, 1), [5])])
     monkeypatch.undo()
     wait_until(lambda: is_none_leased(memory, daemon), "the lease's end")
 

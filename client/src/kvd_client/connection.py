@@ -233,10 +233,13 @@ class SchedulerConnection:
             session = self._session
             if session is None or step.generation not in (None, session.generation):
                 return False
-            step.released_leases += self._lookups.stray_leases
-            self._lookups.stray_leases = []
+            stray_leases = self._lookups.stray_leases
+            step.released_leases += stray_leases
             self._lookups.close_open()
-            return all(self._put(self._step_message(part)) for part in messages_of(step))
+            is_sent = all(self._put(self._step_message(part)) for part in messages_of(step))
+            # Told twice rather than never, where a signal's handler raises.
+            del stray_leases[:]
+            return is_sent
 
     def _step_message(self, step: StepDraft) -> Message:
         """The step, which is numbered and remembered as it leaves. Called under the lock.
