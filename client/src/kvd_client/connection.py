@@ -357,6 +357,8 @@ class SchedulerConnection:
             )
             call = session(serialised(outgoing), metadata=daemon.metadata)
             self._call = call
+            if self._closing.is_set():  # `close` has looked too early
+                call.cancel()
             timer = threading.Timer(OPEN_TIMEOUT_S, call.cancel)
             timer.daemon = True
             timer.start()
