@@ -17,6 +17,7 @@ from kvd_client.batches import BatchOptions, SoughtKeys
 from kvd_client.draft import BlockRun, QueryDraft, StepDraft
 from kvd_client.lookup_calls import SharedCall
 from kvd_client.outgoing import Message
+from kvd_client.worker.registration import Registration
 from kvd_proto.v1 import common_pb2
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
@@ -392,3 +393,38 @@ def test_a_load_that_was_interrupted_before_its_mover_heard_ends_before_its_dead
     assert memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))]) == [[True] * 4]
     assert daemon.movers() == movers
     memory.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_load_ends_though_a_handler_raises_as_its_dead_mover_is_noticed(
+    memory: Memory, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    hashes = keys(28, 4)
+    assert memory.batches.store([BlockRun(0, 0, hashes, range(4))]) == [True]
+    (mover,) = daemon.movers()
+    os.kill(mover, signal.SIGSTOP)
+    jobs = memory.batches._worker._jobs
+    original = jobs.bury
+
+    def interrupted(lost: Registration) -> None:
+        monkeypatch.undo()
+        if begun:
+            original(lost)
+        raise Interrupted
+
+    monkeypatch.setattr(jobs, "bury", interrupted)
+    raised: list[BaseException] = []
+
+    def load() -> None:
+        try:
+            memory.batches.load([BlockRun(0, 0, hashes, range(8, 12))])
+        except Interrupted as error:
+            raised.append(error)
+
+    loading = threading.Thread(target=load, daemon=True)
+    loading.start()
+    wait_until(lambda: any(s.jobs_in_flight for s in ask(daemon.socket, 10.0).sessions), "a job")
+    os.kill(mover, signal.SIGKILL)
+    loading.join(PATIENCE_SECONDS)
+    assert not loading.is_alive(), "it waits for a mover that is dead"
+    assert len(raised) == 1

@@ -403,6 +403,6 @@ class Worker:
                 is_dead = lost.is_dead  # asked before the board: then nothing comes after
                 self._jobs.take(lost.poll())
                 if is_dead:
+                    self._jobs.bury(lost)  # first: a signal's handler may raise in between
                     registrar.lost.remove(lost)
-                    self._jobs.bury(lost)
                     lost.close()
