@@ -428,3 +428,25 @@ def test_a_load_ends_though_a_handler_raises_as_its_dead_mover_is_noticed(
     loading.join(PATIENCE_SECONDS)
     assert not loading.is_alive(), "it waits for a mover that is dead"
     assert len(raised) == 1
+
+
+def test_a_close_that_was_interrupted_can_be_had_again(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not close a descriptor twice either: the second may be another's by then."""
+    made = Memory(daemon.socket)
+    original, closed = os.close, list[int]()
+    wake_fd = made.batches._worker._registrar._wake_fd  # type: ignore[union-attr]
+
+    def interrupted(fd: int) -> None:
+        closed.append(fd)
+        original(fd)
+        if fd == wake_fd and closed.count(fd) == 1:
+            raise Interrupted
+
+    monkeypatch.setattr(os, "close", interrupted)
+    with pytest.raises(Interrupted):
+        made.close()
+    made.close()
+    assert closed.count(wake_fd) == 1
+    assert not ask(daemon.socket, 10.0).sessions

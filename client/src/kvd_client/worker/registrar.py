@@ -159,8 +159,8 @@ class Registrar:
         if self._thread.is_alive():
             return False
         if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+            wake_fd, self._wake_fd = self._wake_fd, -1  # a signal's handler may raise in between
+            os.close(wake_fd)
         return _have_ended(self.lost, deadline)
 
     def _unregister(
