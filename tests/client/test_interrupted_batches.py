@@ -450,3 +450,26 @@ def test_a_close_that_was_interrupted_can_be_had_again(
     made.close()
     assert closed.count(wake_fd) == 1
     assert not ask(daemon.socket, 10.0).sessions
+
+
+def test_one_thread_renews_leases_though_the_first_was_interrupted_as_it_began(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, begun = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        original(thread)
+        if thread.name == "kvd-leases":
+            begun.append(thread)
+            if len(begun) == 1:
+                raise Interrupted
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    prompt = keys(29, 4)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    with pytest.raises(Interrupted):
+        memory.batches.find([SoughtKeys(0, prompt)])
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    wait_until(lambda: not begun[0].is_alive(), "the first thread's end")
+    assert len(begun) == 2
+    assert memory.batches._renewal.is_running

@@ -56,6 +56,9 @@ class LeaseRenewal:
         self._renew = _nothing_left  # and hold who asked no longer
 
     def _run(self, pause_s: float) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return  # a signal's handler raised as it was begun: the next one renews
         while not self._closing.wait(pause_s):
             if self._renew():
                 continue
