@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,7 @@ from kvd.cli.options import FILES
 from kvd.config.settings import ConfigError, socket_of
 from kvd.config.values import FIT_FOR_A_SOCKET, is_too_long_for_a_socket
 from kvd_client.backoff import describe
-from kvd_client.companion import CompanionRefused
+from kvd_client.companion import CompanionRefused, is_something_else
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2_grpc
 
@@ -55,13 +53,6 @@ def place_of(given: SimpleNamespace) -> str:
     return socket
 
 
-def _is_something_else(path: str) -> bool:
-    try:
-        return not stat.S_ISSOCK(Path(path).stat().st_mode)
-    except (OSError, ValueError):  # not there, or not for this user to see: connecting says which
-        return False
-
-
 @contextmanager
 def said_plainly(place: str) -> Iterator[None]:
     """What goes wrong with a call becomes one line and an exit code."""
@@ -79,7 +70,7 @@ def said_plainly(place: str) -> Iterator[None]:
     except (OSError, CompanionRefused) as error:
         if isinstance(error, OSError) and is_of_output(error):
             raise
-        if _is_something_else(place):
+        if is_something_else(place):
             said = f"{place} is there and is no socket: name the daemon's"
             raise Failure(f"{said} (--socket, KVD_SOCKET, --config)") from None
         raise Failure(f"no daemon answers on {place}: {error}") from None

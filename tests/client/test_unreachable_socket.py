@@ -52,6 +52,14 @@ def test_a_directory_that_is_not_mounted_is_told(tmp_path: Path) -> None:
     assert "not mounted" in said
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_no_socket_is_not_called_missing(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "kvd.sock"
+    place.touch() if kind == "file" else place.mkdir()
+    said = problem(str(place))
+    assert said.startswith(f"{place}: [Errno 88] it is there and is no socket: name the daemon's")
+
+
 def test_a_socket_that_a_daemon_left_behind_is_told(tmp_path: Path) -> None:
     path = str(tmp_path / "kvd.sock")
     with socket.socket(socket.AF_UNIX) as made:

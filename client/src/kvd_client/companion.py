@@ -7,11 +7,14 @@ absent, hung or gone, and CompanionRefused when it said no.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
+import stat
 import struct
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -31,7 +34,16 @@ _FIXES: dict[type[OSError], str] = {
     ConnectionRefusedError: "the daemon that made it is gone",
 }
 
+_NO_SOCKET = "it is there and is no socket: name the daemon's (socket_path, KVD_SOCKET)"
 _CROWDED = "the daemon is stopped, hangs, or has too many callers"
+
+
+def is_something_else(path: str) -> bool:
+    """Whether what lies at a socket's path is no socket, but a file or folder, say."""
+    try:
+        return not stat.S_ISSOCK(Path(path).stat().st_mode)
+    except (OSError, ValueError):  # not there, or not for this user to see: connecting says which
+        return False
 
 
 class CompanionRefused(Exception):
@@ -56,6 +68,8 @@ class CompanionSocket:
             self._connect(f"{socket_path}.companion", timeout_s)
         except OSError as error:
             self._socket.close()
+            if is_something_else(socket_path):
+                raise OSError(errno.ENOTSOCK, _NO_SOCKET) from error
             fix = _FIXES.get(type(error))
             if fix is None:
                 raise
