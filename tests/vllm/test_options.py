@@ -23,12 +23,14 @@ def test_nothing_said_is_the_daemons_own_socket(monkeypatch: pytest.MonkeyPatch)
     assert KvdOptions.from_extra_config({"socket_path": "/x"}).socket_path == "/x"
 
 
+@pytest.mark.parametrize("path", ["relative/kvd.sock", ""])
 def test_a_wrong_path_in_the_environment_is_refused_by_the_variables_name(
-    monkeypatch: pytest.MonkeyPatch,
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVD_SOCKET", "relative/kvd.sock")
-    with pytest.raises(ValueError, match="KVD_SOCKET is 'relative"):
+    monkeypatch.setenv("KVD_SOCKET", path)
+    with pytest.raises(ValueError, match=f"KVD_SOCKET is '{path}'"):
         KvdOptions.from_extra_config({})
+    assert KvdOptions.from_extra_config({"socket_path": "/x"}).socket_path == "/x"
 
 
 def test_a_path_as_grpc_writes_it_is_taken() -> None:

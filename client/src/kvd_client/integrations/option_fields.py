@@ -54,7 +54,7 @@ def read(
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(own))}"
             raise ValueError(f"{where}: unknown option {key!r}; {hint}")
     if not values.get("socket_path"):
-        path = os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET
+        path = os.environ.get(SOCKET_VARIABLE, DEFAULT_SOCKET)  # empty: a slip
         values["socket_path"] = _socket_path("environment", SOCKET_VARIABLE, path)
     return values
 
