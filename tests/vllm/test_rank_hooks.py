@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, RankHandshake
-from kvd_client.integrations.vllm.rank import memory
+from kvd_client.integrations.vllm.rank import memory, worker
 from kvd_client.integrations.vllm.rank.memory import compute_end
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
 from kvd_client.scheduler import JobReport, StepPlan, WorkerReport
@@ -170,6 +170,26 @@ def test_registering_again_takes_the_new_tensors(rank: Rank) -> None:
     before = rank.worker.get_handshake_metadata()
     rank.worker.register_kv_caches(rank.kv)
     assert rank.worker.get_handshake_metadata() == before
+
+
+def test_another_engine_of_the_process_is_refused_before_its_kv_takes_this_ones_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first engine's jobs would copy the second one's memory, under its own hashes."""
+
+    def set_up(engine: str) -> None:
+        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine))
+        monkeypatch.setattr(worker, "get_current_vllm_config_or_none", lambda: config)
+
+    set_up("first")
+    made = make_rank(tmp_path)
+    made.worker.register_kv_caches(made.kv)
+    set_up("second")
+    with pytest.raises(RuntimeError, match="has an engine already"):
+        made.worker.get_mem_pool_context()
+    with pytest.raises(RuntimeError, match="VLLM_ENABLE_V1_MULTIPROCESSING"):
+        made.worker.register_kv_caches(made.kv)
+    made.worker.shutdown()
 
 
 def test_shutdown_leaves_nothing_to_tell(rank: Rank) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -127,6 +128,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             load_flush_timeout_s=self._options.load_flush_timeout_s,
             load_deadline_s=self._options.load_deadline_s,
         )
+        self._engine_id = _current_engine_id()
         self._allocation: SharedAllocation | None = None
         self._caches: CanonicalKVCaches | None = None
         self._stand_ins: list[SharedBuffer] = []
@@ -146,6 +148,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """On a CPU: where vLLM's KV tensor is made in shared memory. Else vLLM's own place."""
+        self._check_engine()
         from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
 
         tensors = self.kv_cache_config.kv_cache_tensors
@@ -159,9 +162,23 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
 
         Raises for KV that can't be served, naming the way out.
         """
+        self._check_engine()
         self._device = check_devices(kv_caches)
         self.unregister_kv_caches()
         super().register_kv_caches(kv_caches)
+
+    def _check_engine(self) -> None:
+        """Raise RuntimeError where the KV is another engine's.
+
+        VLLM keeps one connector in a process, and hands the first engine's to the next. That one's
+        memory would then be copied by the first one's jobs.
+        """
+        if _current_engine_id() not in (None, self._engine_id):
+            raise RuntimeError(
+                "kvd: this process has an engine already, and vLLM would give its KV connector to"
+                " this one too. End the first engine before, or leave"
+                " VLLM_ENABLE_V1_MULTIPROCESSING=0 out, so that each has a process of its own"
+            )
 
     def _init_worker(self, kv_caches: CanonicalKVCaches) -> None:
         num_blocks = self.kv_cache_config.num_blocks
@@ -318,3 +335,10 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._owners.clear()
         self._refused.clear()
         self._acknowledged = KvdWorkerMetadata()
+
+
+def _current_engine_id() -> str | None:
+    """Of the engine whose rank vLLM is setting up here."""
+    config = get_current_vllm_config_or_none()
+    transfer = None if config is None else config.kv_transfer_config
+    return None if transfer is None else transfer.engine_id
