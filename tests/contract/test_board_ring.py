@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -157,6 +157,27 @@ def test_memory_that_is_no_ring_is_refused(end: type[RingReader]) -> None:
     with pytest.raises(ValueError, match="not a ready ring"):
         end(fd)
     os.close(fd)
+
+
+@pytest.mark.parametrize(("make", "end"), [(create_ring, RingReader), (create_board, BoardReader)])
+@pytest.mark.parametrize("is_shorter", [False, True])
+def test_memory_of_another_layout_is_refused_with_what_to_install(
+    make: Callable[[], int], end: Callable[[int], object], is_shorter: bool
+) -> None:
+    ours = make()
+    other = os.memfd_create("other")
+    os.ftruncate(other, layout.HEADER_BYTES if is_shorter else os.fstat(ours).st_size)
+    words = np.frombuffer(os.pread(ours, layout.HEADER_BYTES, 0), dtype=np.uint64).copy()
+    words[1] = layout.LAYOUT_VERSION + 1
+    os.pwrite(other, words.tobytes(), 0)
+    with pytest.raises(ValueError, match="layout 2, where this client reads 1: install the kvd-cl"):
+        end(other)
+    words[1:3] = layout.LAYOUT_VERSION, 7
+    os.pwrite(other, words.tobytes(), 0)
+    with pytest.raises(ValueError, match="it begins with"):
+        end(other)
+    os.close(ours)
+    os.close(other)
 
 
 # -- board ------------------------------------------------------------------------------------

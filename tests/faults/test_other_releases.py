@@ -34,7 +34,7 @@ PATIENCE_SECONDS = 60.0
             "kvd.control.sessions.session: session",
             "ValueError: an index page of layout",
         ),
-        (OLDER_RING, "kvd.control.services.worker: engine", "ValueError: not a ready ring"),
+        (OLDER_RING, "kvd.control.services.worker: engine", "ValueError: a ready ring of"),
         (NEWER_STEPS, "kvd.control.sessions.session: session", "step refused"),
     ],
     ids=["older page", "older ring", "newer steps"],

@@ -19,6 +19,7 @@ import numpy as np
 from kvd_proto import layout
 
 _U64 = np.dtype("<u8")
+_HEADER = (layout.BOARD_MAGIC, layout.LAYOUT_VERSION, layout.BOARD_RECORDS)
 _WRAP = 1 << 64
 _TAILS = tuple(offset // 8 for offset in layout.BOARD_TAIL_OFFSETS)
 # As layout.BOARD_RECORD, field by field: for a few records numpy takes several times as long.
@@ -44,8 +45,7 @@ def create_board() -> int:
     """Make an empty board in a memfd; its descriptor. Seal it once all writers have mapped it."""
     fd = os.memfd_create("kvd-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, layout.BOARD_BYTES)
-    header = np.array([layout.BOARD_MAGIC, layout.LAYOUT_VERSION, layout.BOARD_RECORDS], dtype=_U64)
-    os.pwrite(fd, header.tobytes(), 0)
+    os.pwrite(fd, np.array(_HEADER, dtype=_U64).tobytes(), 0)
     return fd
 
 
@@ -60,9 +60,9 @@ class BoardWriter:
 
     def __init__(self, board_fd: int, lane: int) -> None:
         layout.require_ordered_stores()
+        _check_header(board_fd)
         self._map = mmap.mmap(board_fd, layout.BOARD_BYTES)
         self._words = np.frombuffer(self._map, dtype=_U64)
-        _check_header(self._words)
         self._records = _lane_records(self._map, lane)
         self._tail_word = _TAILS[lane]
         self._tail = int(self._words[self._tail_word])
@@ -86,9 +86,9 @@ class BoardReader:
 
     def __init__(self, board_fd: int) -> None:
         layout.require_ordered_stores()
+        _check_header(board_fd)
         self._map = mmap.mmap(board_fd, layout.BOARD_BYTES, prot=mmap.PROT_READ)
         self._words = np.frombuffer(self._map, dtype=_U64)
-        _check_header(self._words)
         self._seen = [0] * layout.BOARD_LANES
 
     def poll(self) -> list[BoardRecord]:
@@ -135,7 +135,9 @@ def _lane_records(mapped: mmap.mmap, lane: int) -> np.ndarray[tuple[int], np.dty
     )
 
 
-def _check_header(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-    found = tuple(int(word) for word in words[:3])
-    if found != (layout.BOARD_MAGIC, layout.LAYOUT_VERSION, layout.BOARD_RECORDS):
-        raise ValueError(f"not a board of layout version {layout.LAYOUT_VERSION}: {found}")
+def _check_header(board_fd: int) -> None:
+    """Before it is mapped: one of another layout may be shorter."""
+    found = tuple(np.frombuffer(os.pread(board_fd, 8 * len(_HEADER), 0), dtype=_U64).tolist())
+    reason = layout.why_other_header("a board", found, _HEADER)
+    if reason:
+        raise ValueError(reason)

@@ -97,6 +97,23 @@ def page_bytes(top: int) -> int:
     return sum(page_table_span(top))
 
 
+def why_other_header(what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Why memory that begins with these words is none of ours; empty where it is.
+
+    Both are the header's first words: the kind's magic, the layout's version, and others.
+    """
+    if found == expected:
+        return ""
+    if found[:1] != expected[:1]:
+        return f"not {what}: its magic is {found[0] if found else 0:#x}"
+    if found[1:2] != expected[1:2]:
+        return (
+            f"{what} of layout {found[1]}, where this client reads {expected[1]}:"
+            " install the kvd-client of the daemon's release, or that release of the daemon"
+        )
+    return f"not {what} of layout {expected[1]}: it begins with {found}, not with {expected}"
+
+
 def require_ordered_stores() -> None:
     """Raise RuntimeError where 64-bit stores may become visible out of order."""
     if platform.machine() not in ("x86_64", "AMD64"):

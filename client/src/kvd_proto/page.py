@@ -138,13 +138,10 @@ class PageReader:
 
 def _why_not(magic: int, version: int, top: int, size: int) -> str:
     """Why it is no page that this reader can read; empty where it is."""
-    if magic != layout.PAGE_MAGIC:
-        return f"not an index page: its magic is {magic:#x}"
-    if version != layout.PAGE_VERSION:
-        return (
-            f"an index page of layout {version}, where this client reads {layout.PAGE_VERSION}:"
-            " install the kvd-client of the daemon's release, or that release of the daemon"
-        )
+    ours = (layout.PAGE_MAGIC, layout.PAGE_VERSION)
+    reason = layout.why_other_header("an index page", (magic, version), ours)
+    if reason:
+        return reason
     levels = range(layout.PAGE_SMALLEST_LEVEL, layout.PAGE_LARGEST_LEVEL + 1)
     if top not in levels or layout.page_bytes(top) != size:
         return f"not an index page: {size} bytes for tables up to level {top}"

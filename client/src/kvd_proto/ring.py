@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvd_proto import layout
 
 _U64 = np.dtype("<u8")
+_HEADER = (layout.RING_MAGIC, layout.LAYOUT_VERSION, layout.RING_ENTRIES)
 _WRAP = 1 << 64
 _TAIL = layout.RING_TAIL_OFFSET // 8
 _HEAD = layout.RING_HEAD_OFFSET // 8
@@ -34,7 +35,7 @@ def create_ring() -> int:
     fd = os.memfd_create("kvd-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, layout.RING_BYTES)
     words = np.zeros(layout.RING_BYTES // 8, dtype=_U64)
-    words[:3] = (layout.RING_MAGIC, layout.LAYOUT_VERSION, layout.RING_ENTRIES)
+    words[: len(_HEADER)] = _HEADER
     words[_ABANDONED] = _NEVER_A_JOB_HERE
     os.pwrite(fd, words.tobytes(), 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -150,9 +151,10 @@ class RingReader:
 
 
 def _map_ring(ring_fd: int) -> tuple[mmap.mmap, npt.NDArray[np.uint64]]:
+    # Read before it is mapped: one of another layout may be shorter.
+    found = tuple(np.frombuffer(os.pread(ring_fd, 8 * len(_HEADER), 0), dtype=_U64).tolist())
+    reason = layout.why_other_header("a ready ring", found, _HEADER)
+    if reason:
+        raise ValueError(reason)
     mapped = mmap.mmap(ring_fd, layout.RING_BYTES)
-    words = np.frombuffer(mapped, dtype=_U64)
-    found = tuple(int(word) for word in words[:3])
-    if found != (layout.RING_MAGIC, layout.LAYOUT_VERSION, layout.RING_ENTRIES):
-        raise ValueError(f"not a ready ring of layout version {layout.LAYOUT_VERSION}: {found}")
-    return mapped, words
+    return mapped, np.frombuffer(mapped, dtype=_U64)
