@@ -125,6 +125,16 @@ def test_files_that_changed_as_the_engine_started_give_no_name(
     assert named(latest, begun_ns=time.time_ns()).name, "the next start has a name"
 
 
+def test_files_of_an_engine_whose_clock_was_put_back_since_its_start_give_no_name(
+    model: Path,
+) -> None:
+    begun_ns = time.time_ns() + 3600 * 10**9  # by the clock as it was
+    rewrite(model / "model.safetensors", at=0)
+    changed = named(model, begun_ns=begun_ns)
+    assert not changed.name
+    assert "the clock was put back as the engine started" in changed.problem
+
+
 def test_what_is_no_weights_does_not_count(model: Path) -> None:
     before = named(model)
     (model / "README.md").write_text("changed")

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,6 +212,8 @@ def _check_unchanged(path: Path, files: list[Path], begun_ns: int) -> None:
     The time of a change can't be set as that of the contents can, and a file or folder that was
     moved has it, too.
     """
+    if time.time_ns() < begun_ns:  # by which a later change has an earlier time
+        raise Changed("the clock was put back as the engine started: start it again")
     links = [each for each in (path, *path.parents, *files) if each.is_symlink()]
     times = [(each, each.lstat().st_ctime_ns) for each in links]
     times += [(each, each.stat().st_ctime_ns) for each in files]
