@@ -156,6 +156,22 @@ def test_a_lookup_that_nobody_wants_any_more_lets_none_behind_it_leave_early() -
     assert second.askers == [(2, 1)]
 
 
+@pytest.mark.parametrize(
+    "answered", [[b"\1\1"], [b""], [], [b"\1", b"\1"]], ids=["more keys", "fewer", "none", "more"]
+)
+def test_a_reply_to_other_keys_than_were_asked_for_is_none_and_its_leases_go_back(
+    answered: list[bytes],
+) -> None:
+    calls = LookupCalls()
+    calls.start([query(b"a")], 0.0)
+    call, _ = calls.leave()
+    assert call is not None
+    answers = [engine_pb2.Answer(statuses=each, lease_id=7) for each in answered]
+    calls.take_reply(engine_pb2.LookupReply(call_id=call.number, answers=answers))
+    assert calls.take_answers(1) == ()
+    assert calls.stray_leases == [7] * len(answered)
+
+
 @pytest.mark.parametrize(("later", "sessions"), [(2, 1), (3, 2)])
 def test_refusal_is_understood_of_as_many_steps_as_are_remembered(
     engine: SmallEngine,

@@ -41,6 +41,12 @@ class SharedCall:
         self.keys += keys
         return True
 
+    def is_answered_by(self, answers: Sequence[QueryAnswer]) -> bool:
+        """Whether there is one for each query, with a status for each of its keys."""
+        return [len(answer.statuses) for answer in answers] == [
+            len(query.run.block_hashes) for query in self.queries
+        ]
+
     def to_proto(self, *, bare: bool = False) -> engine_pb2.LookupCall:
         return engine_pb2.LookupCall(
             call_id=self.number, queries=[query.to_proto(bare=bare) for query in self.queries]
@@ -97,7 +103,9 @@ class LookupCalls:
         self._open = None
 
     def take_reply(self, reply: engine_pb2.LookupReply) -> None:
-        """Hand the answers out. A refused call has none, for nobody."""
+        """Hand the answers out. A refused call has none, for nobody; nor has one that was answered
+        for other keys than it named.
+        """
         call = self._sent.pop(reply.call_id, None)
         if call is None:
             return
@@ -105,6 +113,9 @@ class LookupCalls:
             QueryAnswer(answer.statuses, answer.lease_id, answer.sources)
             for answer in reply.answers
         ]
+        if not call.is_answered_by(answers):
+            self.stray_leases += [answer.lease_id for answer in answers if answer.lease_id]
+            answers = []
         first = 0
         for call_id, count in call.askers:
             own = tuple(answers[first : first + count])
