@@ -37,8 +37,9 @@ class LeaseRenewal:
         with self._lock:
             if self._thread is not None or self._closing.is_set():
                 return
-            thread = threading.Thread(
-                target=self._run, args=(lease_s * RENEWED_EACH,), name="kvd-leases", daemon=True
+            pause_s = lease_s * RENEWED_EACH
+            thread: threading.Thread = threading.Thread(
+                target=lambda: self._run(pause_s, thread), name="kvd-leases", daemon=True
             )
             try:
                 thread.start()
@@ -55,9 +56,9 @@ class LeaseRenewal:
             thread.join(timeout=2.0)
         self._renew = _nothing_left  # and hold who asked no longer
 
-    def _run(self, pause_s: float) -> None:
+    def _run(self, pause_s: float, thread: threading.Thread) -> None:
         with self._lock:
-            if self._thread is not threading.current_thread():
+            if self._thread is not thread:
                 return  # a signal's handler raised as it was begun: the next one renews
         while not self._closing.wait(pause_s):
             if self._renew():
