@@ -157,10 +157,17 @@ class MoverFleet:
         # until those before it are handled.
         self._reports: OrderedDict[int | None, deque[Report]] = OrderedDict()
 
-    async def start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
+    async def start(
+        self,
+        config: MoverConfig,
+        owner: MoverOwner,
+        check: Callable[[], None] = lambda: None,
+    ) -> MoverProcess:
         """Start a rank's mover process; from its first moment the pool's next owner knows of it.
 
-        A few start at a time. LimitExceeded where there are as many as there may be.
+        A few start at a time. LimitExceeded where there are as many as there may be. `check` is
+        called when it is this one's turn, with nothing between it and the start; what it raises
+        ends that.
         """
         if sum(mover.owner == owner for mover in self._movers.values()) >= MAX_MOVERS_OF_WORKER:
             raise LimitExceeded(
@@ -172,6 +179,7 @@ class MoverFleet:
         mover = self._movers[config.mover] = FleetMover(owner)
         try:
             async with self._starts.hold(owner.uid):
+                check()
                 mover.process = await self._launch(config, self)
         except BaseException:
             self._forget(config.mover)

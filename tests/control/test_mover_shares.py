@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from kvd.control.access.peers import Credentials, Peer, Role
+from kvd.control.services.worker import WorkerServicer
 from kvd.core import events as ev
 from kvd.core.engines.layouts import RankPlacement
-from kvd.core.errors import LimitExceeded
+from kvd.core.errors import InvalidArgument, LimitExceeded
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId
+from kvd.mover.layout import Region
 from kvd.mover.process import MoverConfig, MoverStartError
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime import fleet, starts
@@ -275,6 +280,44 @@ async def test_starts_under_way_count_and_failed_ones_give_their_place_back() ->
             await task
     with pytest.raises(MoverStartError):
         await movers.start(late, owner)
+
+
+async def test_a_memory_that_is_taken_back_while_its_rank_waits_to_start_reaches_no_mover() -> None:
+    """The number of its descriptor may be that of somebody else's memory by then."""
+    launches = HeldLaunches()
+    movers = fleet_of(launches)
+    movers._starts = starts.StartsInTurn(processors=2)
+    common: Any = SimpleNamespace(driver=SimpleNamespace(fleet=movers), engines=None)
+    unused: Any = None
+    servicer = WorkerServicer(common, unused, unused)
+    credentials = Credentials(1, 1, 0, None)
+    peer = Peer(credentials, Role.WORKER, "test", lambda _message, _fds: None)
+
+    def offer() -> int:
+        memory = os.memfd_create("memory")
+        os.ftruncate(memory, 4096)
+        peer.offer(7, memory, is_device=False)
+        return memory
+
+    others = [
+        asyncio.create_task(
+            movers.start(replace(CONFIG, mover=MoverId(number)), MoverOwner(1, f"{number}"))
+        )
+        for number in range(starts.MAX_STARTS_OF_USER)
+    ]
+    config = replace(CONFIG, mover=MoverId(50), regions=(Region(offer(), 0, 4096),))
+    waiting = asyncio.create_task(servicer._start(config, peer))
+    await settled()
+    offer()
+    await launches.end(0)
+    assert 50 not in launches.begun
+    with pytest.raises(InvalidArgument, match="taken back") as refused:
+        await waiting
+    assert refused.value.field == "memories[0]"
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    peer.end()
 
 
 def test_a_worker_that_registers_rank_after_rank_has_no_more_movers_than_its_share(

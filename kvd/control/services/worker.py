@@ -72,8 +72,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # Else its scheduler, where that is yet to come, would be refused for the rank's sake.
             check_ranks_engine_blocks([group.num_blocks for group in request.groups])
             start = await self._claim_place(request, peer)
-            require_kept(config, peer)
-            mover = await self._start(config, MoverOwner(peer.uid, peer.token))
+            mover = await self._start(config, peer)
             start = await self._seat(request, peer, agreed, mover)
             self._note(request, peer, mover.facts)
         finally:
@@ -173,9 +172,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             },
         )
 
-    async def _start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
+    async def _start(self, config: MoverConfig, peer: Peer) -> MoverProcess:
+        owner = MoverOwner(peer.uid, peer.token)
         try:
-            return await self._driver.fleet.start(config, owner)
+            # It may have to wait for its turn, and the worker may take a memory back meanwhile.
+            return await self._driver.fleet.start(
+                config, owner, partial(require_kept, config, peer)
+            )
         except MoverStartError as error:
             log.warning("no mover for a rank: %s", error, extra={"user": owner.uid})
             raise MoverStartFailed(str(error)) from error
