@@ -10,6 +10,7 @@ that is there by now is read through the file: the bytes are right either way.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -35,8 +36,8 @@ class Presence:
         self._pages = -(-size // mmap.PAGESIZE)
         self._missing = self._pages
         # A byte a page, and no memory for those that nobody has asked about.
-        self._known: Flags = np.zeros(self._pages, dtype=np.uint8)
-        self._whole: Flags = np.zeros(-(-self._pages // _STRETCH), dtype=np.uint8)
+        self._known: Flags = _sparse_flags(self._pages)
+        self._whole: Flags = _sparse_flags(-(-self._pages // _STRETCH))
         self._lock = threading.Lock()
 
     def learn(self, first: int, count: int) -> Flags:
@@ -77,6 +78,17 @@ class Presence:
         for stretch in np.unique(missing // _STRETCH).tolist():
             self.learn(stretch * _STRETCH, _STRETCH)
         return bool(self._known[missing].all())
+
+
+def _sparse_flags(count: int) -> Flags:
+    """So many zeros, of which only pages that are written take memory.
+
+    numpy asks the kernel for huge pages: one flag would take 2 MiB, 512 times the engine's page.
+    """
+    kept = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        kept.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(kept, dtype=np.uint8)
 
 
 def _units_of(starts: I64, size: int, unit: int) -> I64:

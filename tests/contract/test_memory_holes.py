@@ -271,6 +271,21 @@ def test_holes_take_no_memory_however_many_are_looked_at(memory: int) -> None:
     mapping.close()
 
 
+def test_pages_far_apart_take_little_memory_each(memory: int) -> None:
+    apart = 8 << 30  # whose pages' flags fill a huge page of 2 MiB
+    size = 64 * apart
+    os.ftruncate(memory, size)
+    mapping = Mapping.of(memory, size)
+    known = presence.Presence(mapping.address, size)
+    starts = np.arange(0, size, apart)
+    for start in starts.tolist():
+        os.pwrite(memory, b"x" * PAGE, start)
+    before = resident_bytes()
+    assert known.covers(starts, PAGE)
+    assert resident_bytes() - before < 4 << 20
+    mapping.close()
+
+
 def test_a_store_of_tiny_fragments_takes_no_memory_for_each(
     shared_directory: Path, memory: int
 ) -> None:
