@@ -87,8 +87,10 @@ class Rendezvous:
             await self._end_all(found, whose, "identity.engine_id")
 
     def forget_if_empty(self, start: EngineStart) -> None:
-        """Keep no record of a start that has neither session nor mover."""
-        self._meeting.release(start)
+        """Keep no record of a start that has neither session nor mover: this one's, or a later one
+        that was made while its caller waited and others let go of this one's.
+        """
+        self._meeting.release(self._meeting.starts.get(start.name, start))
 
     def check_scheduler(self, start: EngineStart, peer: Peer) -> None:
         """Refuse a second live scheduler of one start; end the session of an earlier stream."""
