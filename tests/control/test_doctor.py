@@ -22,6 +22,7 @@ from kvd.config.tiers import TierRule
 from kvd.linux import limits
 from kvd.tiers.store import LibraryMissing
 from kvd_proto.v1 import operator_pb2 as pb
+from tests.control.daemon_rig import RawScheduler, identity
 from tests.control.running_daemon import daemon
 
 GIB = 1 << 30
@@ -261,6 +262,22 @@ def test_the_command_has_an_exit_code_for_each_outcome(
     free += ["--http-port", "0"]
     assert main(["serve", "--check", "--pool-bytes", "64MiB", *free]) == 0
     assert list((place / "pool").iterdir()) == []
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_engines_id_neither_moves_the_cursor_nor_looks_like_a_finding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "e\x1b[2J\u202e\x85\nWRONG  pool: it is gone\n       fix: rm -r /"
+    with daemon() as running:
+        scheduler = RawScheduler(running.socket, identity=identity(name))
+        assert scheduler.opened.session_id
+        assert main(["doctor", "--socket", running.socket]) == 3
+        scheduler.close()
+    said = capsys.readouterr().out
+    assert "has 0 of 1 ranks" in said
+    assert all(line.isprintable() for line in said.split("\n"))
+    assert not [line for line in said.split("\n") if line.startswith("WRONG  pool")]
 
 
 @pytest.mark.usefixtures("quiet")

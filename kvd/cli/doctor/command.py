@@ -20,6 +20,7 @@ from kvd.cli.options import json_option, socket_options, timeout_option
 from kvd.cli.printing import show_json
 from kvd.cli.status import look
 from kvd.config.settings import Config, ConfigError
+from kvd.observability.printable import printable_lines
 from kvd_proto.v1 import operator_pb2 as pb
 
 
@@ -82,10 +83,15 @@ def _tell(found: Sequence[Diagnosis], *, as_json: bool) -> int:
 def _lines(found: Sequence[Diagnosis]) -> Iterator[str]:
     for each in sorted(found, key=lambda each: not each.is_fault):
         word, colour = ("WRONG ", "red") if each.is_fault else ("BETTER", "yellow")
-        yield f"{click.style(word, fg=colour)} {each.about}: {each.problem}"
-        yield f"       fix: {each.fix}"
+        yield f"{click.style(word, fg=colour)} {each.about}: {_shown(each.problem)}"
+        yield f"       fix: {_shown(each.fix)}"
     faults = sum(each.is_fault for each in found)
     if not found:
         yield "nothing is wrong"
     else:
         yield f"{faults} wrong, {len(found) - faults} could be better"
+
+
+def _shown(text: str) -> str:
+    """Further lines stand in from the edge, so that no finding can be forged by an engine's id."""
+    return printable_lines(text).replace("\n", "\n       ")
