@@ -11,6 +11,9 @@ somebody who asks much.
 First comes a kind of which none runs, of a tenant that has no call: however many tenants ask
 without end, another's read has its turn, and its write.
 
+Nor does a kind wait for ever for those before it, though it be the same tenant's: reads have their
+turn after some rounds of all calls, and writes and deletes have theirs.
+
 A delete waits for the writes that were ordered before it, running ones too: what it deletes is not
 written again by them.
 """
@@ -26,6 +29,8 @@ from functools import partial
 
 from kvd.core.lifecycle import step
 from kvd.tiers.frames import COPIES, Order, OrderId, TierFrame
+
+PATIENT_ROUNDS = 4  # calls for each that a store takes at once, while a kind waits for its turn
 
 
 class WorkState(enum.Enum):
@@ -131,6 +136,9 @@ class ChangeLanes:
     def __init__(self) -> None:
         self._parts: deque[TenantLanes | Work] = deque()  # writes without a delete between; deletes
 
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
     def append(self, work: Work) -> None:
         """One is there."""
         if work.order.kind is not TierFrame.WRITE:
@@ -185,6 +193,8 @@ class Lanes:
         self._questions = TenantLanes()
         self._reads = TenantLanes()
         self._changes = ChangeLanes()
+        self._patience = PATIENT_ROUNDS * calls
+        self._reads_waited = self._changes_waited = 0  # calls that began since such had their turn
         self._closed = False
         self._changed = threading.Condition()
 
@@ -267,8 +277,27 @@ class Lanes:
         return tenant not in self._rooms
 
     def _next(self) -> Work | None:
-        due = self._next_of(self._room.lacks, self._is_idle)
-        return due or self._next_of(self._room.has, self._may)
+        overdue = self._overdue()
+        due = overdue or self._next_of(self._room.lacks, self._is_idle)
+        work = due or self._next_of(self._room.has, self._may)
+        if work is not None:
+            self._reads_waited = self._reads_waited + 1 if self._reads else 0
+            self._changes_waited = self._changes_waited + 1 if self._changes else 0
+        return work
+
+    def _overdue(self) -> Work | None:
+        """The next of a kind for which enough others began; its turn is over then."""
+        if self._changes_waited >= self._patience:
+            work = self._next_change(self._room.has, self._may)
+            if work is not None:
+                self._changes_waited = 0
+                return work
+        if self._reads_waited >= self._patience and self._room.has(TierFrame.READ):
+            work = self._reads.next(partial(self._may, TierFrame.READ))
+            if work is not None:
+                self._reads_waited = 0
+                return work
+        return None
 
     def _next_of(
         self, has_room: Callable[[TierFrame], bool], may: Callable[[TierFrame, str], bool]
@@ -277,6 +306,11 @@ class Lanes:
         for kind, lanes in ((TierFrame.EXISTS, self._questions), (TierFrame.READ, self._reads)):
             if has_room(kind) and (work := lanes.next(partial(may, kind))) is not None:
                 return work
+        return self._next_change(has_room, may)
+
+    def _next_change(
+        self, has_room: Callable[[TierFrame], bool], may: Callable[[TierFrame, str], bool]
+    ) -> Work | None:
         kind = self._changes.kind
         if not has_room(kind):
             return None

@@ -126,6 +126,30 @@ def test_what_a_tenant_waits_for_comes_though_others_ask_without_end(
     pytest.fail("it never has its turn")
 
 
+@pytest.mark.parametrize("calls", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [([EXISTS], READ), ([EXISTS], WRITE), ([EXISTS, READ], WRITE), ([EXISTS, READ], DELETE)],
+)
+def test_a_tenants_own_questions_and_reads_do_not_hold_its_others_for_ever(
+    calls: int, asked: list[TierFrame], kind: TierFrame
+) -> None:
+    queue = Queue(calls)
+    for each in asked:
+        queue.put(*[each] * 2 * calls, tenant="busy")
+    running = queue.taken()
+    queue.put(*[WRITE] * (kind is DELETE), kind, tenant="busy")  # a delete waits for that write
+    begun: set[TierFrame] = set()
+    for _ in range(12 * calls):
+        ended = running.pop(0)
+        queue.lanes.end(ended)
+        if ended.order.kind in asked:
+            queue.put(ended.order.kind, tenant="busy")
+        running += (taken := queue.taken())
+        begun |= set(kinds(taken))
+    assert kind in begun
+
+
 @pytest.mark.parametrize("kind", [READ, WRITE])
 def test_no_thread_looks_at_all_tenants_that_wait_where_none_may(
     monkeypatch: pytest.MonkeyPatch, kind: TierFrame
