@@ -36,20 +36,20 @@ def test_a_block_that_moves_behind_the_back_of_a_look_is_deleted(
     keep(store, [mine])
     slots = [slot_of(names[mine])]
     cluster.begin_move(slots, giver=0, taker=1)
-    all_at_once, looks = store._all, []
+    sweep_all, looks = store._sweep_all, []
 
-    def there_first(groups: Any, act: Any, deadline: float) -> None:
-        homes = [home for home, _ in groups]
-        if set(homes) != {here.address, there.address}:
-            all_at_once(groups, act, deadline)
-            return
+    def there_first(work: Any, begins: Any, deadline: float) -> None:
+        homes = work.homes
+        assert set(homes) == {here.address, there.address}
         looks.append(homes)
-        act(there.address, [])
-        if len(looks) == 1:
-            here.call("MIGRATE", there.host, there.port, names[mine].decode(), 0, 5000)
-        act(here.address, [])
+        for each in (there, here):
+            work.homes = [each.address]
+            sweep_all(work, begins, deadline)
+            if each is there and len(looks) == 1:
+                here.call("MIGRATE", there.host, there.port, names[mine].decode(), 0, 5000)
+        work.homes = homes
 
-    monkeypatch.setattr(store, "_all", there_first)
+    monkeypatch.setattr(store, "_sweep_all", there_first)
     store.delete_scopes([ONE], soon())
     monkeypatch.undo()
     cluster.end_move(slots, taker=1)

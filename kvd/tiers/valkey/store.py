@@ -48,6 +48,11 @@ class _Sweep:
     found: bool = False
     is_over: bool = False
 
+    def begin_run(self, run: str) -> None:
+        """What another run's cursors mean is forgotten: from the beginning then."""
+        if self.run != run:
+            self.run, self.cursor, self.is_over = run, _BEGIN, False
+
 
 @dataclass(slots=True)
 class _Deletion:
@@ -201,7 +206,9 @@ class ValkeyStore:
                 commands.append(["UNLINK", name, *(name + suffix for suffix in suffixes)])
             _require_done(self._servers.run(home, commands, deadline, changes=True))
 
-        self._all(self._groups(names), forget, deadline)
+        failed: Counter[TierReason] = Counter()
+        self._each(self._groups(names), forget, failed, deadline, is_patient=True)
+        _require_none(failed)
 
     def _delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         """Look through all names of each server, again and again until there is none.
@@ -230,32 +237,40 @@ class ValkeyStore:
 
     def _sweep_all(self, work: _Deletion, begins: tuple[bytes, ...], deadline: float) -> None:
         pattern = begins[0] if len(begins) == 1 else self._book.begin_of_scope(b"")
+        failed: Counter[TierReason] = Counter()
+        with self._gang.flow(is_patient=True) as flow:
 
-        def sweep(home: str, _: list[bytes]) -> None:
-            self._sweep(home, work.sweeps[home], pattern + b"*", begins, deadline)
+            def go_on(step: Callable[[str, _Sweep], None], home: str) -> None:
+                """A piece for each look: questions and reads have their turn between two."""
+                sweep = work.sweeps[home]
+                well = self._ends_well(partial(step, home, sweep), failed, 1, deadline)
+                if well and not sweep.is_over:
+                    flow.add([partial(go_on, look, home)])
 
-        self._all([(home, []) for home in work.homes], sweep, deadline)
+            def begin(home: str, sweep: _Sweep) -> None:
+                sweep.begin_run(self._servers.run_of(home, deadline))
 
-    def _sweep(
+            def look(home: str, sweep: _Sweep) -> None:
+                self._sweep_some(home, sweep, pattern + b"*", begins, deadline)
+
+            flow.add([partial(go_on, begin, home) for home in work.homes])
+        _require_none(failed)
+
+    def _sweep_some(
         self, home: str, sweep: _Sweep, pattern: bytes, begins: tuple[bytes, ...], deadline: float
     ) -> None:
-        """Go through what one server has, from where it was left, and remove what is meant."""
-        run = self._servers.run_of(home, deadline)
-        if sweep.run != run:  # what its cursors mean is forgotten
-            sweep.run, sweep.cursor, sweep.is_over = run, _BEGIN, False
-        while not sweep.is_over:
-            require_time(deadline)
-            command = ["SCAN", sweep.cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
-            (said,) = self._servers.run(home, [command], deadline)
-            _require_done([said])
-            cursor, names = _found_names(said)
-            some = [name for name in names if name.startswith(begins)]
-            if some:
-                sweep.found = True
-                self._unlink(home, some, deadline)
-            sweep.cursor, sweep.is_over = cursor, cursor == _BEGIN
-            if sweep.is_over and (now := self._servers.run_of(home, deadline)) != sweep.run:
-                sweep.run, sweep.is_over = now, False  # another went on with it: once more
+        """Look at the next names of one server, and remove what is meant."""
+        command = ["SCAN", sweep.cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
+        (said,) = self._servers.run(home, [command], deadline)
+        _require_done([said])
+        cursor, names = _found_names(said)
+        some = [name for name in names if name.startswith(begins)]
+        if some:
+            sweep.found = True
+            self._unlink(home, some, deadline)
+        sweep.cursor, sweep.is_over = cursor, cursor == _BEGIN
+        if sweep.is_over:  # another run may have gone on with it: once more then
+            sweep.begin_run(self._servers.run_of(home, deadline))
 
     def _unlink(self, home: str, names: Sequence[bytes], deadline: float) -> None:
         """Also of slots that are on their way to this server: they may stay so for ever."""
@@ -335,38 +350,41 @@ class ValkeyStore:
         call: Callable[[str, list[bytes]], None],
         failed: Counter[TierReason],
         deadline: float,
+        *,
+        is_patient: bool = False,
     ) -> None:
         """Call for each server; `failed` has what went wrong."""
 
         def one(home: str, some: list[bytes]) -> None:
-            try:
-                require_time(deadline)
-                call(home, some)
-            except TierError as error:
-                with self._lock:
-                    failed[error.reason] += 1
-                    self._errors[error.reason] += len(some)
+            self._ends_well(partial(call, home, some), failed, len(some), deadline)
 
-        self._gang.do([partial(one, home, some) for home, some in groups])
+        self._gang.do([partial(one, home, some) for home, some in groups], is_patient=is_patient)
 
-    def _all(
-        self,
-        groups: Sequence[tuple[str, list[bytes]]],
-        call: Callable[[str, list[bytes]], None],
-        deadline: float,
-    ) -> None:
-        """Call for each server. TierError where any failed."""
-        failed: Counter[TierReason] = Counter()
-        self._each(groups, call, failed, deadline)
-        if failed:
-            reason = failed.most_common(1)[0][0]
-            raise TierError(f"{sum(failed.values())} of the servers failed: {reason}", reason)
+    def _ends_well(
+        self, call: Callable[[], None], failed: Counter[TierReason], blocks: int, deadline: float
+    ) -> bool:
+        """Call, if there is time; `failed` has what went wrong."""
+        try:
+            require_time(deadline)
+            call()
+        except TierError as error:
+            with self._lock:
+                failed[error.reason] += 1
+                self._errors[error.reason] += blocks
+            return False
+        return True
 
 
 def _found(answer: object) -> Found:
     if isinstance(answer, int) and 0 <= answer <= 1:
         return Found(answer)
     return Found.UNKNOWN
+
+
+def _require_none(failed: Counter[TierReason]) -> None:
+    if failed:
+        reason = failed.most_common(1)[0][0]
+        raise TierError(f"{sum(failed.values())} of the servers failed: {reason}", reason)
 
 
 def _require_done(answers: Sequence[object]) -> None:
