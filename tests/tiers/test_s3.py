@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from kvd.tiers.store import (
 from tests.tiers.contract import (
     BLOCK_BYTES,
     ONE,
+    OTHER,
     Opened,
     TierStoreContract,
     content,
@@ -277,6 +280,37 @@ def test_a_thousand_questions_are_asked_side_by_side(store: S3Store) -> None:
     assert store.exists(keys, late_enough()) == [n < 4 for n in range(1024)]
     with pytest.raises(TierError):
         store.exists(keys, time.monotonic() - 1)
+
+
+def test_a_question_does_not_wait_for_all_names_that_a_delete_goes_through(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(S3Store({**server.options, **PATIENCE, "threads": 1})) as store:
+        keep(store, range(6))
+        bucket, is_asked, done = store._bucket, threading.Event(), list[str]()
+        remove, asks = bucket.remove, bucket.has
+
+        def noted_remove(names: list[str]) -> None:
+            done.append("remove")
+            if len(done) == 2:
+                is_asked.set()
+                until(lambda: bool(store._gang._turns._calls))
+            remove(names)
+
+        def noted_question(name: str) -> bool:
+            done.append("ask")
+            return asks(name)
+
+        monkeypatch.setattr(bucket, "names", partial(bucket.names, at_once=1))
+        monkeypatch.setattr(bucket, "remove", noted_remove)
+        monkeypatch.setattr(bucket, "has", noted_question)
+        deleting = threading.Thread(target=store.delete_scopes, args=([ONE], soon()))
+        deleting.start()
+        assert is_asked.wait(20)
+        store.exists([key(1, OTHER)], soon())
+        deleting.join(20)
+        assert not deleting.is_alive()
+        assert done[:7] == ["remove", "remove", "ask", *["remove"] * 4]
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -99,8 +99,8 @@ class S3Store:
             above.setdefault(self._bucket.below_scopes(scope), []).append(scope)
         for below in above:
             self._require_no_late_writes(below)
-        sweeps = [partial(self._sweep, below, some, deadline) for below, some in above.items()]
-        self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline, is_patient=True))
+        sweeps = [self._sweep(below, some, deadline) for below, some in above.items()]
+        self._raise_first(self._in_turn(sweeps))
         self._raise_first(self._each([self._bucket.require_bucket], lambda ask: ask(), deadline))
 
     def usage(self) -> TierUsage:
@@ -133,17 +133,35 @@ class S3Store:
             self._bucket.remove([name])
         return outcome
 
-    def _sweep(self, below: str, scopes: list[bytes], deadline: float) -> None:
+    def _in_turn(self, sweeps: Sequence[Iterator[None]]) -> list[object]:
+        """Go through these to their ends; what requests wait for has its turn after each step."""
+        found: list[object] = [None] * len(sweeps)
+        with self._gang.flow(is_patient=True) as flow:
+
+            def go_on(number: int) -> None:
+                try:
+                    for _ in sweeps[number]:
+                        flow.add([partial(go_on, number)])
+                        return
+                except TierError as error:
+                    found[number] = self._noted(error)
+
+            flow.add([partial(go_on, number) for number in range(len(sweeps))])
+        return found
+
+    def _sweep(self, below: str, scopes: list[bytes], deadline: float) -> Iterator[None]:
         """Remove what lies below a name and is of these scopes, until nothing of it is listed."""
         left = True
         while left:
             left = False
+            self._bucket.take_turn(deadline)
             for names in self._bucket.names(below):
                 self._bucket.take_turn(deadline)
                 mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
                 if mine:
                     left = True
                     self._bucket.remove(mine)
+                yield
 
     def _require_no_late_writes(self, below: str) -> None:
         try:
@@ -173,14 +191,17 @@ class S3Store:
                 self._bucket.take_turn(deadline)
                 found[number] = call(given[number])
             except TierError as error:
-                # Without its frames: views of lent memory hang on them.
-                found[number] = TierError(str(error), error.reason)
-                with self._lock:
-                    self._errors[error.reason] += 1
+                found[number] = self._noted(error)
 
         pieces = [partial(one, number) for number in range(len(given))]
         self._gang.do(pieces, is_patient=is_patient)
         return found
+
+    def _noted(self, error: TierError) -> TierError:
+        """Counted, and without its frames: views of lent memory hang on them."""
+        with self._lock:
+            self._errors[error.reason] += 1
+        return TierError(str(error), error.reason)
 
     def _raise_first(self, found: list[object]) -> None:
         for each in found:
