@@ -1,8 +1,9 @@
 """Orders of one tier from control's word to their end, and which a free thread takes next.
 
-Questions come before reads, reads before writes. Beyond that, writes leave room: one kind never
-takes all the calls that a store takes at once while another may come. So a read waits for no write
-where a store takes two calls, and a question for no copy where it takes three.
+Questions come before reads, reads before writes. Beyond that, writes leave room, and deletes: one
+kind never takes all the calls that a store takes at once while another may come. So a read waits
+for no write or delete where a store takes two calls, and a question for neither, nor for a read,
+where it takes three.
 
 Of each kind, tenants take one in turn. Where a store takes four calls, one tenant never has them
 all, and what it may have is shared among its kinds likewise: who asks little waits for no call of
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvd.core.lifecycle import step
-from kvd.tiers.frames import COPIES, Order, OrderId, TierFrame
+from kvd.tiers.frames import Order, OrderId, TierFrame
 
 PATIENT_ROUNDS = 4  # calls for each that a store takes at once, while a kind waits for its turn
 
@@ -70,11 +71,13 @@ class CallRoom:
 
     def has(self, kind: TierFrame) -> bool:
         """Whether one of this kind may begin."""
-        writes = self._running[TierFrame.WRITE]
-        copies = self._running[TierFrame.READ] + writes
-        if self._running.total() >= self._most or (kind in COPIES and copies >= self._most_copies):
+        if kind is TierFrame.EXISTS:
+            return self._running.total() < self._most
+        others = self._running.total() - self._running[TierFrame.EXISTS]
+        if self._running.total() >= self._most or others >= self._most_copies:
             return False
-        return kind is not TierFrame.WRITE or writes < self._most_writes
+        changes = others - self._running[TierFrame.READ]
+        return kind is TierFrame.READ or changes < self._most_writes
 
     def lacks(self, kind: TierFrame) -> bool:
         """Likewise, and none of this kind runs."""

@@ -59,12 +59,15 @@ def test_questions_come_before_reads_and_reads_before_writes(
 
 
 @pytest.mark.parametrize(
-    ("calls", "writes"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (9, 6), (64, 61)]
+    ("calls", "changes"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (9, 6), (64, 61)]
 )
-def test_writes_leave_room_for_a_read_and_a_question(calls: int, writes: int) -> None:
+@pytest.mark.parametrize("kind", [WRITE, DELETE])
+def test_writes_and_deletes_leave_room_for_a_read_and_a_question(
+    calls: int, changes: int, kind: TierFrame
+) -> None:
     queue = Queue(calls)
-    queue.put(*[WRITE] * 100)
-    assert kinds(queue.taken()) == [WRITE] * writes
+    queue.put(*[kind] * 100)
+    assert kinds(queue.taken()) == [kind] * changes
     queue.put(READ)
     assert kinds(queue.taken()) == ([READ] if calls > 1 else [])
     queue.put(EXISTS)
