@@ -237,6 +237,12 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
             yield f"{where} {size(r.gpu.staged_bytes)} went through the buffer so far"
 
 
+def how_it_flaps(tier: operator_pb2.TierStatus) -> str:
+    """Of a tier that serves, after processes that ended soon."""
+    often = f"{tier.short_lives} times in a row it served for less than a minute"
+    return f"tier {tier.name} serves, but {often}: {tier.problem}"
+
+
 def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
     rows = [
         (
@@ -259,11 +265,8 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
     for tier in status.tiers:
         if tier.problem and not tier.serving:
             yield f"  WARNING: tier {tier.name}: {tier.problem}"
-        elif tier.short_lives > 1:  # as `kvd doctor` says it
-            yield (
-                f"  WARNING: tier {tier.name} serves, but {tier.short_lives} times in a row it"
-                f" served for less than a minute: {tier.problem}"
-            )
+        elif tier.short_lives > 1:
+            yield f"  WARNING: {how_it_flaps(tier)}"
         yield from (f"  tier {tier.name}: {note}" for note in tier.notes)
         if tier.namespaces_undeleted or tier.all_undeleted:
             count = tier.namespaces_undeleted

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.cli.pool_settings import pool_config
+from kvd.cli.status import how_it_flaps
 from kvd.config.settings import Config
 from kvd.control.access.descriptors import COMFORTABLE, LEAST
 from kvd.control.http import try_to_listen
@@ -419,9 +420,7 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
             problem = f"tier {tier.name} is not served: {why}"
             yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
         elif tier.short_lives > 1:
-            often = f"{tier.short_lives} times in a row it served for less than a minute"
-            problem = f"tier {tier.name} serves, but {often}: {tier.problem}"
-            yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
+            yield Diagnosis("tiers", how_it_flaps(tier), "docs/tiers.md; the log says more")
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Diagnosis]], ...] = (
