@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
+
+from kvd.core.in_turn import InTurn
 
 # Turns of the event loop left to others after a piece. A small call needs about five from its
 # first byte to its answer; were each of them as long as a piece, it would wait for five pieces.
@@ -23,7 +25,7 @@ class FairQueue:
     """Lets users take turns at long work, one piece at a time. Lives on one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: InTurn[Hashable, asyncio.Future[None]] = InTurn()
         self._unasked: deque[Callable[[], None]] = deque()
         self._was_unasked = False  # what was done last
         self._turning = False
@@ -31,7 +33,7 @@ class FairQueue:
     async def let_others_in(self, user: Hashable = None) -> None:
         """Leave some turns of the event loop to other calls; then wait for this user's turn."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(user, deque()).append(turn)
+        self._waiting.add(user, [turn])
         self._begin(TURNS_BETWEEN_PIECES - 1)
         await turn
 
@@ -62,20 +64,11 @@ class FairQueue:
         if self._was_unasked:
             self._unasked.popleft()()
             return
-        while self._waiting:
-            if self._wake_next():
+        while (taken := self._waiting.take()) is not None:
+            _, turn = taken
+            if not turn.done():  # its call has not given up
+                turn.set_result(None)
                 break
-
-    def _wake_next(self) -> bool:
-        """Give the next user's oldest call its turn; False where that one has given up."""
-        user, calls = self._waiting.popitem(last=False)
-        turn = calls.popleft()
-        if calls:
-            self._waiting[user] = calls  # behind the other users
-        if turn.done():
-            return False
-        turn.set_result(None)
-        return True
 
 
 class EndsInTurn:
@@ -87,19 +80,18 @@ class EndsInTurn:
 
     def __init__(self, turns: FairQueue) -> None:
         self._turns = turns
-        self._waiting: OrderedDict[Hashable, deque[Callable[[], None]]] = OrderedDict()
+        self._waiting: InTurn[Hashable, Callable[[], None]] = InTurn()
 
     def put(self, user: Hashable, end: Callable[[], None]) -> None:
         """Have something of this user's ended soon."""
         if not self._waiting:
             self._turns.do_in_turn(self._end_next)
-        self._waiting.setdefault(user, deque()).append(end)
+        self._waiting.add(user, [end])
 
     def _end_next(self) -> None:
-        user, ends = self._waiting.popitem(last=False)
-        end = ends.popleft()
-        if ends:
-            self._waiting[user] = ends  # behind the other users
+        taken = self._waiting.take()
+        assert taken is not None, "its turn was asked for"
+        _, end = taken
         if self._waiting:
             self._turns.do_in_turn(self._end_next)  # behind what others have to say
         end()

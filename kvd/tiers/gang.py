@@ -6,9 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from kvd.core.in_turn import InTurn
 from kvd.tiers.store import TierError, TierReason
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,8 @@ class _Turns:
     not wait for a read of thousands. Those of patient calls give way, but for one in some."""
 
     def __init__(self) -> None:
-        # Calls that have pieces here, the next one first.
-        self._calls: dict[_Count, deque[Work]] = {}
-        self._patient: dict[_Count, deque[Work]] = {}
+        self._calls: InTurn[_Count, Work] = InTurn()
+        self._patient: InTurn[_Count, Work] = InTurn()
         self._gave_way = 0  # times in a row
         self._is_closed = False
         self._changed = threading.Condition()
@@ -63,24 +62,19 @@ class _Turns:
         if works:
             with self._changed:
                 calls = self._patient if call.is_patient else self._calls
-                calls.setdefault(call, deque()).extend(works)
+                calls.add(call, works)
                 self._changed.notify(len(works))
 
-    def take(self) -> tuple[Work, _Count] | None:
+    def take(self) -> tuple[_Count, Work] | None:
         """Wait for the next piece. None: closed, and none is left."""
         with self._changed:
-            while not (calls := self._whose_turn()):
+            while (taken := self._whose_turn().take()) is None:
                 if self._is_closed:
                     return None
                 self._changed.wait()
-            call = next(iter(calls))
-            works = calls.pop(call)
-            work = works.popleft()
-            if works:
-                calls[call] = works  # behind the others
-            return work, call
+            return taken
 
-    def _whose_turn(self) -> dict[_Count, deque[Work]]:
+    def _whose_turn(self) -> InTurn[_Count, Work]:
         """The calls of which one has the next piece."""
         must_give_way = bool(self._calls) and self._gave_way < PATIENT_TURN - 1
         if not self._patient or must_give_way:
@@ -154,7 +148,7 @@ class Gang:
 
     def _run(self) -> None:
         while (given := self._turns.take()) is not None:
-            work, count = given
+            count, work = given
             given = None
             try:
                 work()

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvd.core.in_turn import InTurn
 from kvd.core.lifecycle import step
 from kvd.tiers.frames import Order, OrderId, TierFrame
 
@@ -102,35 +103,26 @@ class TenantLanes:
     """Orders of one kind that wait: of each tenant the first come first, and tenants in turn."""
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[Work]] = {}  # that have any; whose turn it is first
+        self._waiting: InTurn[str, Work] = InTurn()
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        return bool(self._waiting)
 
     def append(self, work: Work) -> None:
         """One is there."""
-        self._of.setdefault(work.order.tenant, deque()).append(work)
+        self._waiting.add(work.order.tenant, [work])
 
     def remove(self, work: Work) -> None:
         """One is taken back."""
-        lane = self._of[work.order.tenant]
-        lane.remove(work)
-        if not lane:
-            del self._of[work.order.tenant]
+        self._waiting.remove(work.order.tenant, work)
 
     def __contains__(self, work: Work) -> bool:
-        return work in self._of.get(work.order.tenant, ())
+        return self._waiting.has(work.order.tenant, work)
 
     def next(self, may: Callable[[str], bool]) -> Work | None:
         """The next one, of a tenant that may. None: there is none."""
-        tenant = next(filter(may, self._of), None)
-        if tenant is None:
-            return None
-        lane = self._of.pop(tenant)
-        work = lane.popleft()
-        if lane:
-            self._of[tenant] = lane  # behind the others
-        return work
+        taken = self._waiting.take(may)
+        return None if taken is None else taken[1]
 
 
 class ChangeLanes:

@@ -429,7 +429,7 @@ def _check_tiers(state: State) -> None:
         assert tier.writing.whole == sum(running[tier.tier].values())
         assert tier.writing.whole < tier.terms.max_write_bytes + largest
         waiting: Counter[str] = Counter()
-        for owner, slots, _ in chain.from_iterable(tier.behind.values()):
+        for owner, slots, _ in tier.behind:
             waiting[owner.tenant.tenant] += len(slots)
         assert tier.behind_blocks.taken == waiting, "blocks that wait to be written"
         assert tier.behind_blocks.whole == sum(waiting.values()) <= MAX_BEHIND_BLOCKS

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvd.core.in_turn import InTurn
 from kvd.core.keys import (
     NO_SLOTS,
     U64,
@@ -163,7 +164,7 @@ class Tier:
     clearing: dict[str, None] = field(default_factory=dict)  # fingerprints, yet to be deleted
     reuse: ReuseFilter = field(init=False)
     writing: TenantShare = field(default_factory=TenantShare)
-    behind: dict[str, deque[Late]] = field(default_factory=dict)  # by tenant; whose turn is first
+    behind: InTurn[str, Late] = field(default_factory=InTurn)  # of tenants
     behind_blocks: TenantShare = field(default_factory=TenantShare)
     pace: TierPace = field(default_factory=TierPace)  # for all; only told
     paces: dict[TenantId, TierPace] = field(default_factory=dict)  # by which it is asked or not

@@ -9,13 +9,12 @@ could be written is counted.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
 from kvd.core.actions import WriteToTier
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import damage, hand_off
+from kvd.core.in_turn import InTurn
 from kvd.core.keys import Bools, ScopeName, Slots
 from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
@@ -91,29 +90,20 @@ def _write_soon(
 
 def _put_behind(tier: Tier, late: Late) -> None:
     tenant = late.owner.tenant.tenant
-    tier.behind.setdefault(tenant, deque()).append(late)
+    tier.behind.add(tenant, [late])
     tier.behind_blocks.count(tenant, len(late.slots))
-
-
-def _take_behind(tier: Tier) -> Late:
-    """The first batch of the tenant whose turn it is; the tenant is behind the others then."""
-    tenant = next(iter(tier.behind))
-    batches = tier.behind.pop(tenant)
-    late = batches.popleft()
-    if batches:
-        tier.behind[tenant] = batches
-    tier.behind_blocks.count(tenant, -len(late.slots))
-    return late
 
 
 def catch_up(turn: Turn, tier: Tier) -> None:
     """Write down some of what was too much when its turn was, as far as it is still there."""
     blocks = LATE_AT_ONCE
     for _ in range(CAUGHT_UP_AT_ONCE):
-        if not tier.behind or not blocks:
+        taken = tier.behind.take() if blocks else None
+        if taken is None:
             return
-        owner, slots, again = _take_behind(tier)
-        if tier.writing.fits(owner.tenant.tenant, tier.terms.max_write_bytes, owner.block_bytes):
+        tenant, (owner, slots, again) = taken
+        tier.behind_blocks.count(tenant, -len(slots))
+        if tier.writing.fits(tenant, tier.terms.max_write_bytes, owner.block_bytes):
             some, rest = slots[:blocks], slots[blocks:]
             blocks -= len(some)
             late = write(turn, tier, owner, _still_of(turn.state, owner, some), again=again)
@@ -124,7 +114,7 @@ def catch_up(turn: Turn, tier: Tier) -> None:
 
 def forget_late(tier: Tier) -> None:
     """What waits to be written waits no longer."""
-    tier.behind.clear()
+    tier.behind = InTurn()
     tier.behind_blocks = TenantShare()
 
 
