@@ -65,13 +65,16 @@ class Fences:
     def ended(self, job_id: int) -> None:
         self._flush.discard(job_id)
 
-    def take(self, computed_stores: Sequence[int]) -> tuple[int, ...]:
+    def due(self, computed_stores: Sequence[int]) -> tuple[int, ...]:
         """The step's flush; `computed_stores` are its jobs for blocks of earlier steps.
 
         A finished request's blocks may have found their next owner in this very step.
         """
         for group, blocks in self._given:
             self._flush |= self._jobs.readers(group, blocks).intersection(computed_stores)
+        return tuple(self._flush)
+
+    def told(self) -> None:
+        """The step's plan has what was due."""
         self._given.clear()
-        flush, self._flush = self._flush, set()
-        return tuple(flush)
+        self._flush.clear()

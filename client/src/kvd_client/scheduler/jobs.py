@@ -48,14 +48,14 @@ class JobTable(SentJobs[RequestJob]):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self._last_job_id = 0
+        self.last_id = 0  # that was given
         self._storing: dict[Key, int] = {}
         self._reading: dict[int, tuple[int, ...]] = {}  # engine block -> store jobs that read it
         self._loading: dict[tuple[int, str], dict[bytes, int]] = {}  # by group and account
 
     def next_id(self) -> int:
-        self._last_job_id += 1
-        return self._last_job_id
+        self.last_id += 1
+        return self.last_id
 
     def begin(
         self, draft: JobDraft, request: Request, generation: int, load: Load | None = None
@@ -96,11 +96,10 @@ class JobTable(SentJobs[RequestJob]):
                 if self._storing.get(key) == number:
                     del self._storing[key]
             for place in _places(run):
-                others = tuple(reader for reader in self._reading[place] if reader != number)
-                if others:
+                # None of a job whose beginning a signal's handler cut short.
+                readers = self._reading.pop(place, ())
+                if others := tuple(reader for reader in readers if reader != number):
                     self._reading[place] = others
-                else:
-                    del self._reading[place]
         return job
 
     def _forget_loading(self, run: BlockRun, job: RequestJob) -> None:
@@ -110,6 +109,10 @@ class JobTable(SentJobs[RequestJob]):
                 del loading[block_hash]
         if not loading:
             self._loading.pop((run.group, job.account), None)
+
+    def begun_after(self, job_id: int) -> list[int]:
+        """Jobs on their way whose ids were given after this one."""
+        return [each for each in self._jobs if each > job_id]
 
     def hear(self, rank: int, report: JobReport) -> RequestJob | None:
         """One rank's word, which counts once. The job once all ranks have spoken."""

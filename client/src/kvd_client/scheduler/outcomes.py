@@ -92,8 +92,12 @@ class JobEnds:
 
     def take_back(self, drafts: Iterable[JobDraft]) -> None:
         """These jobs will never run: nobody was told of them."""
-        for draft in drafts:
-            job = self._jobs.drop(draft.job_id)
+        self.fail(draft.job_id for draft in drafts)
+
+    def fail(self, job_ids: Iterable[int]) -> None:
+        """These will never run: no worker was told of them."""
+        for job_id in job_ids:
+            job = self._jobs.drop(job_id)
             job.has_failed = True
             self._end(job)
 

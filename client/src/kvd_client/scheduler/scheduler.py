@@ -205,13 +205,19 @@ class Scheduler:
         parts, generation = in_parts(runs), request.lookup.generation
         drafts = [JobDraft(self._jobs.next_id(), request.context, part) for part in parts]
         load = Load(drafts[0].job_id, len(drafts))
-        for draft in drafts:
-            self._jobs.begin(draft, request, generation, load)
-        request.loading_job = load.first_job
-        self._step.loads += drafts
-        if not request.request_level:
-            request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
-        self._queue.release(request)  # the step's message names loads before released leases
+        try:
+            for draft in drafts:
+                self._jobs.begin(draft, request, generation, load)
+            request.loading_job = load.first_job
+            self._step.loads += drafts
+            if not request.request_level:
+                request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
+            self._queue.release(request)  # the step's message names loads before released leases
+        except BaseException:  # of a signal's handler: nothing is loaded
+            request.loading_job = 0
+            for job_id in self._jobs.begun_after(load.first_job - 1):
+                self._jobs.drop(job_id)
+            raise
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -226,6 +232,9 @@ class Scheduler:
         Call it exactly once in every step, also an empty one, after all allocation. Preempted
         requests have lost their blocks; a request whose load is in flight can't be among them.
         `near_eviction` lists (group, engine block) for lazy mode.
+
+        Where a signal's handler raises there is no plan, and no block may be written before a later
+        call has given one: it flushes for both. Loads of the step fail.
         """
         session = self._enter_session()
         self._ends.told(self._connection.take_ended(), self._clock())
@@ -240,24 +249,45 @@ class Scheduler:
         has_run, self._step_began_s = self._step_tokens > 0, self._clock()
         if self.options.store_mode is StoreMode.LAZY:
             offers += self._device.near_eviction(near_eviction)
-        step, self._step = self._step, StepDraft()
-        self._ending.clear()
-        step.loads = [draft for draft in step.loads if draft.job_id in self._jobs]
-        step.released_leases += self._queue.released_leases
-        self._queue.released_leases = []
-        new, computed = self._submit(step, offers, session)
-        self._hand_offs.put_into(step)
-        step.generation = None if session is None else session.generation
-        was_sent = self._connection.send_step(step)
-        if not was_sent:
-            self._step.lookups.add(step.lookups)
-            self._take_back(step)
-            new, computed = [], []
-        self._queue.step_ended(was_sent, has_run=has_run)
-        flush = self._fences.take(computed)
-        loads = tuple(job.job_id for job in step.loads) if was_sent else ()
-        forget = self._ends.take_forget()
-        return StepPlan(flush, loads, tuple(new), tuple(computed), forget)
+        step, last_job, flush = self._step, self._jobs.last_id, tuple[int, ...]()
+        try:
+            self._step = StepDraft()
+            self._ending.clear()
+            step.loads = [draft for draft in step.loads if draft.job_id in self._jobs]
+            step.released_leases += self._queue.released_leases
+            self._queue.released_leases = []
+            new, computed = self._submit(step, offers, session)
+            self._hand_offs.put_into(step)
+            step.generation = None if session is None else session.generation
+            was_sent = self._connection.send_step(step)
+            if not was_sent:
+                self._step.lookups.add(step.lookups)
+                self._take_back(step)
+                new, computed = [], []
+            self._queue.step_ended(was_sent, has_run=has_run)
+            flush = self._fences.due(computed)
+            self._fences.told()
+            loads = tuple(job.job_id for job in step.loads) if was_sent else ()
+            forget = self._ends.take_forget()
+            return StepPlan(flush, loads, tuple(new), tuple(computed), forget)
+        except BaseException:  # what a signal's handler raises
+            if step is not self._step:
+                self._unsay(step, last_job, flush)
+            raise
+
+    def _unsay(self, step: StepDraft, last_job: int, flush: Iterable[int]) -> None:
+        """No worker will hear of this step, so nothing is copied; the daemon may have heard of it.
+
+        Its jobs fail. The next step says once more what has ended, and its plan flushes as much.
+        """
+        self._step.released_leases += step.released_leases
+        self._step.preempted += step.preempted
+        self._step.finished += step.finished
+        self._ending.update(step.finished)
+        self._step.lookups.add(step.lookups)
+        loads = [draft.job_id for draft in step.loads if draft.job_id in self._jobs]
+        self._fences.flush(job_id for job_id in flush if job_id in self._jobs)
+        self._ends.fail(loads + self._jobs.begun_after(last_job))
 
     def _pace_of_step(self) -> None:
         """The step before has run: what it computed, in the time that it took."""

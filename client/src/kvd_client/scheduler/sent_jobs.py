@@ -64,7 +64,7 @@ class SentJobs(Generic[JobT]):
         """Forget a job: it has ended, or never left."""
         job = self._jobs.pop(number)
         for part in job.parts:
-            del self._owners[part]
+            self._owners.pop(part, None)  # absent where a signal's handler cut `add` short
             self._told.pop(part, None)
         return job
 
