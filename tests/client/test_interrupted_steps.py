@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupQueue
+from kvd_client.scheduler.sent_jobs import SentJob, SentJobs
 from kvd_client.scheduler.stores import StoreQueue
-from tests.client.content import TOKENS
+from tests.client.content import TOKENS, block_hashes
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
 
@@ -121,3 +123,51 @@ def test_an_interrupted_allocation_loads_nothing(
     assert not engine.scheduler.request_finished("r", [table])
     engine.step_until_idle()
     assert engine.load("again", "prompt", 4) == 4
+
+
+class Interrupting(dict[int, Any]):
+    """A table of which a signal's handler interrupts the next removal."""
+
+    is_due = True
+
+    def interrupt(self) -> None:
+        if self.is_due:
+            self.is_due = False
+            raise Interrupted
+
+    def pop(self, *key: Any) -> Any:
+        self.interrupt()
+        return super().pop(*key)
+
+    def __delitem__(self, key: int) -> None:
+        self.interrupt()
+        super().__delitem__(key)
+
+
+@pytest.mark.parametrize("table", ["_jobs", "_told", "_owners"])
+def test_no_later_step_raises_for_a_job_whose_end_was_interrupted(table: str) -> None:
+    jobs = SentJobs[SentJob](world_size=1)
+    jobs.add(1, SentJob(generation=0, parts=[1]))
+    setattr(jobs, table, Interrupting(getattr(jobs, table)))
+    with contextlib.suppress(Interrupted):
+        jobs.report(1, 1, failed=False)
+    jobs.told([(1, True)], now=0.0)
+    for job_id, _ in jobs.overdue(now=10.0):
+        jobs.drop(job_id)
+    assert not jobs.overdue(now=20.0)
+
+
+def test_a_request_of_an_interrupted_step_can_end(engine: SmallEngine) -> None:
+    engine.arrive("r", "prompt", 4)
+    table = engine.table(4, 0)
+    engine.scheduler.update_state_after_alloc("r", [table], 0)
+
+    class Hashes(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            raise Interrupted
+
+    hashes = Hashes([block_hashes("prompt", 4)])
+    with pytest.raises(Interrupted):
+        engine.scheduler.build_step([ScheduledRequest("r", [table], 4 * TOKENS, hashes)])
+    engine.scheduler.request_finished("r", [table])
+    engine.step_until_idle()

@@ -331,8 +331,9 @@ class Scheduler:
             request.hashes = block_hashes
         before = max(request.computed_after, request.hit_tokens)
         self._step_tokens += max(0, computed_tokens - before)
-        request.computed_after = computed_tokens
+        # Known first: a signal's handler may raise between the two.
         request.known_hashes = tuple(map(len, request.hashes))
+        request.computed_after = computed_tokens
         if request.seen_blocks != [len(table) for table in tables]:
             self._fences.cover(request, tables)
         if computed_tokens < request.offer_at:

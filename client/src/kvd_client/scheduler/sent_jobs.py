@@ -62,10 +62,11 @@ class SentJobs(Generic[JobT]):
 
     def drop(self, number: int) -> JobT:
         """Forget a job: it has ended, or never left."""
-        job = self._jobs.pop(number)
+        job = self._jobs[number]
         for part in job.parts:
-            self._owners.pop(part, None)  # absent where a signal's handler cut `add` short
             self._told.pop(part, None)
+            self._owners.pop(part, None)  # absent where a signal's handler cut `add` short
+        del self._jobs[number]  # last: `told` and `overdue` name none that is not here
         return job
 
     def report(self, number: int, ranks: int, *, failed: bool) -> JobT | None:
