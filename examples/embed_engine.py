@@ -87,6 +87,6 @@ def main(socket: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or not sys.argv[1]:
         sys.exit("usage: python examples/embed_engine.py SOCKET (the one that `kvd serve` has)")
     main(sys.argv[1])

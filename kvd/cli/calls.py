@@ -39,6 +39,9 @@ _REFUSALS = frozenset(
 def place_of(given: SimpleNamespace) -> str:
     """The socket, or the gateway, that the flags, the environment and the file name."""
     if getattr(given, "remote", None):
+        for name in ("socket", "config"):
+            if getattr(given, name, None) is not None:
+                raise Failure(f"--{name} and --remote name two daemons: give one", EXIT_MISUSED)
         return str(given.remote)
     for name in (*FILES, "server_name"):
         if getattr(given, name, None) is not None and hasattr(given, "remote"):

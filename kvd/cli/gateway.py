@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import click
 from kvd.cli import last_words
 from kvd.cli.calls import place_of
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
-from kvd.cli.options import LISTENING_PLACE, Checked, socket_options
+from kvd.cli.options import LISTENING_PLACE, Checked, FilePath, socket_options
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
 from kvd.gateway.server import begin
@@ -26,7 +25,7 @@ log = logging.getLogger(__name__)
 DEFAULT_ADDRESS = "127.0.0.1:9471"
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 STOP_SECONDS = 5.0  # for the calls under way
-_FILE = click.Path(path_type=Path)
+_FILE = FilePath()
 
 
 def _names(text: str) -> frozenset[str]:

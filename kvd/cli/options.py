@@ -62,6 +62,19 @@ def _words(text: str) -> str:
     return text
 
 
+class FilePath(click.Path):
+    """A file's or folder's path. An empty one, as of a variable that isn't set, is a misuse."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; a default is taken as it is."""
+        if value == "":
+            self.fail("'' must be a path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 SECONDS = Checked(_seconds, "seconds")
 NAMESPACE_ID = Checked(_namespace_id, "id")
 PLACE = Checked(_place(1), "place")
@@ -111,7 +124,7 @@ def remote_options(command: Decorated) -> Decorated:
     for name, what in reversed(list(zip(FILES, whats, strict=True))):
         command = click.option(
             f"--{name}",
-            type=click.Path(path_type=Path),
+            type=FilePath(),
             metavar="FILE",
             help=f"With --remote, a PEM file: {what}.",
         )(command)

@@ -21,7 +21,14 @@ import grpc
 
 from kvd.cli.calls import linked
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
-from kvd.cli.options import NAMESPACE_ID, Checked, json_option, socket_options, timeout_option
+from kvd.cli.options import (
+    NAMESPACE_ID,
+    Checked,
+    FilePath,
+    json_option,
+    socket_options,
+    timeout_option,
+)
 from kvd.cli.printing import duration, show_json
 from kvd.config.values import number
 from kvd_proto.v1 import operator_pb2 as pb
@@ -118,7 +125,7 @@ class Trace:
 
 
 @click.command("record")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=FilePath())
 @click.option(
     "--seconds",
     type=Checked(number(0.001, MAX_RECORD_SECONDS), "seconds"),

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvd.cli.exits import EXIT_MISUSED, Failure
-from kvd.cli.options import Checked, daemon_options
+from kvd.cli.options import Checked, FilePath, daemon_options
 from kvd.cli.printing import show_json, size, table
 from kvd.config.settings import SETTINGS
 from kvd.config.values import parse_size, whole_number
@@ -122,7 +122,7 @@ def _bytes(text: str) -> int:
 
 
 @click.command("size")
-@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.argument("model", required=False, type=FilePath())
 @click.option("--tokens", type=_TOKENS, metavar="N", help="How many tokens the pool shall hold.")
 @click.option(
     "--pool-bytes",

@@ -109,6 +109,28 @@ def test_what_is_no_socket_is_not_called_missing(kind: str, tmp_path: Path) -> N
     assert ended.returncode == 1
 
 
+@pytest.mark.parametrize("name", ["unix:/run/kvd.sock", "/run/no/kvd.sock.companion"])
+def test_a_socket_named_otherwise_than_by_its_path_is_told(name: str) -> None:
+    ended = run("status", "--socket", name)
+    fix = "alone, without unix:" if name.startswith("unix") else "without .companion"
+    assert ended.stderr.endswith(f"{fix}\n")
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize("flag", ["--socket", "--config"])
+def test_one_call_goes_to_one_daemon(flag: str) -> None:
+    ended = run("status", "--remote", "far:1", flag, "/near")
+    assert ended.stderr == f"kvd: {flag} and --remote name two daemons: give one\n"
+    assert ended.returncode == 2
+
+
+@pytest.mark.parametrize("command", ["size", "record", "replay --trace", "status --key"])
+def test_an_empty_path_of_a_file_is_refused(command: str) -> None:
+    ended = run(*command.split(), "")
+    assert "'' must be a path" in ended.stderr
+    assert ended.returncode == 2
+
+
 def test_a_default_file_that_cannot_be_looked_at_is_passed_over_but_for_the_daemon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -46,6 +46,17 @@ def is_something_else(path: str) -> bool:
         return False
 
 
+def _misnamed(path: str, error: OSError) -> str | None:
+    """What is wrong with the name itself, where nothing is there."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    if path.startswith("unix:"):
+        return "name the socket by its path alone, without unix:"
+    if path.endswith(".companion"):
+        return "name the socket without .companion"
+    return None
+
+
 class CompanionRefused(Exception):
     """The daemon answered with a reason instead of what was asked for."""
 
@@ -70,7 +81,7 @@ class CompanionSocket:
             self._socket.close()
             if is_something_else(socket_path):
                 raise OSError(errno.ENOTSOCK, _NO_SOCKET) from error
-            fix = _FIXES.get(type(error))
+            fix = _misnamed(socket_path, error) or _FIXES.get(type(error))
             if fix is None:
                 raise
             raise type(error)(error.errno, f"{error.strerror}; {fix}") from error

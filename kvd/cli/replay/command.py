@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ import click
 import numpy as np
 
 from kvd.cli.exits import EXIT_MISUSED
-from kvd.cli.options import Checked, json_option
+from kvd.cli.options import Checked, FilePath, json_option
 from kvd.cli.replay import belady
 from kvd.cli.replay.compute import compute_ratio
 from kvd.cli.replay.device import EAGER, EVERYTHING, STORES, StoreRule
@@ -175,7 +174,7 @@ _COUNT = Checked(whole_number(1, MOST_CACHE_BLOCKS), "count")
 @click.command("replay")
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     required=True,
     metavar="FILE",
     help="The trace: JSON lines, plain or gzip.",
