@@ -234,6 +234,7 @@ class Refused(Registrar):
         place = RankPlace(0, 1, 0)
         identity = EngineIdentity("e", bytes(16))
         super().__init__("/nowhere", identity, place, RegisteredMemory((), (), gpu))
+        self.start()
 
     def _hold_registration(self) -> None:
         raise CompanionRefused("NO", "never")

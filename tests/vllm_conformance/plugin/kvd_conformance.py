@@ -55,6 +55,7 @@ class HandDrivenRank:
         self._registrar = Registrar(
             socket_path, identity, RankPlace(0, 1, 0), RegisteredMemory((memory,), (layout,))
         )
+        self._registrar.start()
         self._free = list(range(BLOCKS))
         self._jobs: dict[int, tuple[bool, dict[int, OffloadKey]]] = {}
 

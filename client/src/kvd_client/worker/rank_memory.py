@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd_client.worker.cuda_memory import Gpu, export_regions
 from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
+from kvd_client.worker.descriptors import close_all
 from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, SharedMemory
 from kvd_client.worker.regions import Region
 from kvd_client.worker.spans import check_fragments, relocated, span_of
@@ -23,11 +24,14 @@ class RegisteredMemory:
     regions: tuple[Region, ...]
     groups: tuple[GroupLayout, ...]
     gpu: Gpu | None = None
+    _open: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._open.extend(region.fd for region in self.regions if region.fd is not None)
 
     def close(self) -> None:
-        for region in self.regions:
-            if region.fd is not None:
-                os.close(region.fd)
+        """Call it again where a signal's handler raised amid it."""
+        close_all(self._open)
         if self.gpu is not None:
             self.gpu.close()
 
@@ -35,14 +39,13 @@ class RegisteredMemory:
 def take_memory(
     memories: Sequence[SharedMemory | DeviceSpan | CudaTensor], groups: Sequence[GroupLayout]
 ) -> RegisteredMemory:
-    """Descriptors and handles of our own for a rank's memory; ValueError leaves nothing open."""
+    """Descriptors and handles of our own for a rank's memory; what it raises leaves none open."""
     for group in groups:
         if any(fragment.memory >= len(memories) for fragment in group.fragments):
             raise ValueError("a fragment names a memory that is not in the list")
     shared = [memory for memory in memories if isinstance(memory, SharedMemory)]
     if len(shared) == len(memories):
-        regions = tuple(SharedMemory(os.dup(m.fd), m.offset, m.bytes) for m in shared)
-        return RegisteredMemory(regions, tuple(groups))
+        return RegisteredMemory(_duplicated(shared), tuple(groups))
     if shared:
         raise CudaMemoryRefused(
             CudaRefusal.MIXED_MEMORY,
@@ -52,6 +55,17 @@ def take_memory(
     check_fragments(groups, [span.bytes for span in spans])
     exported = export_regions(spans)
     return RegisteredMemory(exported.handles, relocated(groups, exported.places), exported.gpu)
+
+
+def _duplicated(memories: Sequence[SharedMemory]) -> tuple[SharedMemory, ...]:
+    ours: list[int] = []
+    try:
+        ours.extend(os.dup(memory.fd) for memory in memories)
+        pairs = zip(ours, memories, strict=True)
+        return tuple(SharedMemory(fd, memory.offset, memory.bytes) for fd, memory in pairs)
+    except BaseException:
+        close_all(ours)
+        raise
 
 
 def _span(memory: DeviceSpan | CudaTensor) -> DeviceSpan:

@@ -51,7 +51,10 @@ class RankPlace:
 
 
 class Registrar:
-    """Keeps the rank registered whenever there is a daemon. Never raises for an absent daemon."""
+    """Keeps the rank registered whenever there is a daemon, from `start` to `stop`.
+
+    Never raises for an absent daemon.
+    """
 
     def __init__(
         self, socket_path: str, identity: EngineIdentity, place: RankPlace, memory: RegisteredMemory
@@ -70,9 +73,13 @@ class Registrar:
         self._marking: set[grpc.Future[worker_pb2.MarkReadyResponse]] = set()
         self._stopping = False
         self._backoff = Backoff(MAX_DOUBLINGS if memory.gpu is None else MAX_GPU_DOUBLINGS)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = -1
         self._thread = threading.Thread(target=self._run, name="kvd-rank", daemon=True)
         keep_from_children(self)
+
+    def start(self) -> None:
+        """Begin, once. Whatever it raises, `stop` ends what has begun."""
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread.start()
 
     def leave_to_parent(self) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Sequence
 
+from kvd_client.worker.descriptors import close_all
 from kvd_proto.board import BoardOverrun, BoardReader, BoardRecord
 from kvd_proto.ring import RingWriter
 
@@ -24,6 +25,7 @@ class Registration:
     def __init__(self, registration_id: int, descriptors: tuple[int, int, int, int]) -> None:
         self.registration_id = registration_id
         ring_fd, board_fd, self._event_fd, self.pidfd = descriptors
+        self._open = [self._event_fd, self.pidfd]
         self.is_dead = False  # no copy of it can touch the rank's memory any more
         self.is_closed = False
         self.is_broken = False  # records were lost: nothing that it reports is complete
@@ -50,7 +52,7 @@ class Registration:
 
     def poll(self) -> list[BoardRecord]:
         """What ended since the last call."""
-        if self.is_broken:
+        if self.is_broken or self.is_closed:
             return []
         try:
             records = self._board.poll()
@@ -87,10 +89,12 @@ class Registration:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Unmap and close. Nothing may be called afterwards."""
-        self.is_closed = True
-        self._ring.close()
-        self._board.close()
-        for fd in (self._event_fd, self.pidfd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        """Unmap and close. Nothing but `poll` and `close` may be called afterwards.
+
+        `close` again where a signal's handler raised amid it.
+        """
+        is_first, self.is_closed = not self.is_closed, True
+        if is_first:  # what it leaves mapped goes with this object
+            self._ring.close()
+            self._board.close()
+        close_all(self._open)

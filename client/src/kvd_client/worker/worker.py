@@ -117,7 +117,14 @@ class Worker:
         if self._registrar is not None:
             raise ValueError("this rank is registered already")
         self._memory = take_memory(memories, groups)
-        self._registrar = Registrar(self._socket_path, self._identity, self._place, self._memory)
+        try:
+            self._registrar = Registrar(
+                self._socket_path, self._identity, self._place, self._memory
+            )
+            self._registrar.start()
+        except BaseException:  # a signal's handler raises, or no thread is to be had
+            self.unregister()
+            raise
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Wait until the daemon has this rank's memory; for start-up and tests."""
@@ -136,14 +143,16 @@ class Worker:
         held a store may be planned yet.
         """
         registrar, memory = self._registrar, self._memory
-        if registrar is None or memory is None:
+        if memory is None:
             return True
-        is_safe = registrar.stop(timeout_s)
-        if is_safe:
-            self._poll()
-            self._registrar = self._memory = None
-            memory.close()
-        return is_safe
+        if registrar is not None and not registrar.stop(timeout_s):
+            return False
+        self._poll()
+        # A signal's handler may raise in between: the next call goes on from here.
+        memory.close()
+        self._registrar = None
+        self._memory = None
+        return True
 
     def close(self) -> None:
         """Unregister and end the threads."""
@@ -403,6 +412,7 @@ class Worker:
                 is_dead = lost.is_dead  # asked before the board: then nothing comes after
                 self._jobs.take(lost.poll())
                 if is_dead:
-                    self._jobs.bury(lost)  # first: a signal's handler may raise in between
-                    registrar.lost.remove(lost)
+                    # In this order: a signal's handler may raise in between.
+                    self._jobs.bury(lost)
                     lost.close()
+                    registrar.lost.remove(lost)

@@ -1,0 +1,154 @@
+"""What a signal's handler raises amid a rank's registration or its end leaves nothing open."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_client import EngineIdentity, Fragment, GroupLayout, SharedMemory, Worker
+from kvd_client.worker.rank_memory import RegisteredMemory, take_memory
+from kvd_client.worker.registrar import Registrar
+from kvd_client.worker.registration import Registration
+from tests.client.worker_bench import Bench, MoverStandIn
+from tests.daemon_process import DaemonProcess
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+BLOCKS, BLOCK_BYTES = 16, 4096
+LAYOUT = GroupLayout(BLOCKS, [Fragment(0, 0, BLOCK_BYTES, BLOCK_BYTES)])
+RANK_THREAD = "kvd-rank"
+
+
+class Interrupted(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    fd = os.memfd_create("interrupted")
+    os.ftruncate(fd, BLOCKS * BLOCK_BYTES)
+    yield SharedMemory(fd, 0, BLOCKS * BLOCK_BYTES)
+    os.close(fd)
+
+
+def descriptors() -> dict[str, str]:
+    """This process's, and what each is."""
+    found = {}
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found[fd.name] = str(fd.readlink())
+        except FileNotFoundError:
+            continue  # the listing's own
+    return found
+
+
+def rank_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == RANK_THREAD]
+
+
+def interrupt(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool, at: int = 1
+) -> None:
+    """Raise once in the place of the `at`th call, or right after it."""
+    original: Callable[..., object] = getattr(owner, name)
+    calls: list[object] = []
+
+    def interrupted(*given: Any, **named: Any) -> object:
+        calls.append(given)
+        answer = original(*given, **named) if after or len(calls) != at else None
+        if len(calls) == at:
+            raise Interrupted
+        return answer
+
+    patch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SharedMemory, "__post_init__"),
+        (Registrar, "__init__"),
+        (os, "eventfd"),
+        (threading.Thread, "start"),
+    ],
+)
+def test_an_interrupted_registration_leaves_nothing_and_can_be_had_again(
+    daemon: DaemonProcess, memory: SharedMemory, owner: Any, name: str, *, after: bool
+) -> None:
+    if name == "eventfd" and after:
+        pytest.skip("nobody has the descriptor then, not even Python")
+    worker = Worker(daemon.socket, EngineIdentity("e", bytes(16)))
+    before = descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, owner, name, after=after)
+        with pytest.raises(Interrupted):
+            worker.register([memory], [LAYOUT])
+    wait_until(lambda: not rank_threads(), "the thread's end")
+    assert descriptors() == before
+    worker.register([memory], [LAYOUT])
+    assert worker.wait_registered(PATIENCE_SECONDS), worker.problem
+    assert worker.unregister()
+    wait_until(lambda: not rank_threads(), "the thread's end")
+    wait_until(lambda: not daemon.movers(), "the mover's end")
+    wait_until(lambda: descriptors() == before, "the descriptors' end")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Registrar, "stop"),
+        (Registrar, "_unregister"),
+        (Worker, "_poll"),
+        (Registration, "close"),
+        (RegisteredMemory, "close"),
+    ],
+)
+def test_an_interrupted_unregistration_is_ended_by_the_next(
+    daemon: DaemonProcess, memory: SharedMemory, owner: Any, name: str, *, after: bool
+) -> None:
+    worker = Worker(daemon.socket, EngineIdentity("e", bytes(16)))
+    before = descriptors()
+    worker.register([memory], [LAYOUT])
+    assert worker.wait_registered(PATIENCE_SECONDS), worker.problem
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, owner, name, after=after)
+        with pytest.raises(Interrupted):
+            worker.unregister()
+    assert worker.unregister()
+    wait_until(lambda: not rank_threads(), "the thread's end")
+    wait_until(lambda: not daemon.movers(), "the mover's end")
+    wait_until(lambda: descriptors() == before, "the descriptors' end")
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("name", ["_ring.close", "_board.close", "os.close"])
+def test_a_dead_movers_channel_is_closed_though_a_handler_raises_amid_it(
+    mover: MoverStandIn, name: str, at: int
+) -> None:
+    bench, registration = Bench(mover), mover.registration
+    bench.registrar.lose()
+    mover.die()
+    assert registration.wait_dead(PATIENCE_SECONDS)
+    ours = {str(registration.pidfd), str(registration._event_fd)}
+    path, name = name.split(".")
+    with pytest.MonkeyPatch.context() as patch:
+        owner = os if path == "os" else getattr(registration, path)
+        interrupt(patch, owner, name, after=True, at=at if path == "os" else 1)
+        with pytest.raises(Interrupted):
+            bench.worker.get_finished()
+    bench.worker.get_finished()
+    assert not bench.registrar.lost
+    assert not ours & descriptors().keys()
+
+
+def test_memory_of_which_one_descriptor_is_wrong_leaves_none_open(memory: SharedMemory) -> None:
+    before = descriptors()
+    with pytest.raises(OSError, match="descriptor"):
+        take_memory([memory, SharedMemory(999_999, 0, BLOCK_BYTES)], [])
+    assert descriptors() == before
