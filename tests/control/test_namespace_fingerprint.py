@@ -51,6 +51,19 @@ def test_every_field_changes_the_fingerprint(change: dict[str, Any]) -> None:
     assert fingerprint(**change) != fingerprint()
 
 
+LATER_FIELD = b"\xfa\x07\x01x"  # number 127, a string
+
+
+@pytest.mark.parametrize("part", ["namespace", "group"])
+def test_a_field_of_a_later_release_is_refused(part: str) -> None:
+    """The fingerprint lacks it: engines that differ in it only would share blocks."""
+    fields = namespace()
+    later = fields if part == "namespace" else fields.groups[0]
+    later.MergeFromString(LATER_FIELD)
+    with pytest.raises(KvdError, match="of a later release"):
+        namespace_spec(fields, TENANT, "engine")
+
+
 def test_every_field_of_the_message_is_covered_by_that_test() -> None:
     covered = {name for change in CHANGES for name in change}
     fields = {field.name for field in engine_pb2.NamespaceFields.DESCRIPTOR.fields}
