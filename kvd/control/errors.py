@@ -21,6 +21,7 @@ MESSAGE_BYTES = 1024  # for people, in a refusal or a verdict
 
 # Reasons that the control plane adds to those of the core, and those that both give.
 MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
+UNKNOWN_MESSAGE = "UNKNOWN_MESSAGE"
 HASH_BYTES = errors.HASH_BYTES
 GROUP_COUNT = errors.GROUP_COUNT
 TOO_MANY_KEYS = errors.TOO_MANY_KEYS
@@ -40,6 +41,7 @@ _Code = grpc.StatusCode
 STATUS_OF: dict[str, grpc.StatusCode] = {
     errors.InvalidArgument.reason: _Code.INVALID_ARGUMENT,
     MALFORMED_MESSAGE: _Code.INVALID_ARGUMENT,
+    UNKNOWN_MESSAGE: _Code.INVALID_ARGUMENT,
     HASH_BYTES: _Code.INVALID_ARGUMENT,
     GROUP_COUNT: _Code.INVALID_ARGUMENT,
     TOO_MANY_KEYS: _Code.INVALID_ARGUMENT,

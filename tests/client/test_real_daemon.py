@@ -338,3 +338,18 @@ def test_what_an_id_that_comes_again_has_found_is_not_evicted_before_it_loads_it
     engine.step_until_loaded("r")
     assert "r" in engine.finished_loads
     engine.check(table, engine.contents(hashes))
+
+
+def test_a_message_that_only_a_later_daemon_knows_is_said_and_costs_no_session(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine()
+    connection = engine.connection
+    of_number_127 = b"\xfa\x07\x01x"
+    with connection._changed:
+        connection._put(lambda: of_number_127)
+    wait_until(lambda: connection.refusals["UNKNOWN_MESSAGE"] == 1, "its refusal")
+    assert "of a later release" in connection.problem
+    engine.store("a", "hello", 4)
+    assert engine.load("b", "hello", 4) == 4
+    assert connection.sessions == 1

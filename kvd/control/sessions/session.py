@@ -18,7 +18,7 @@ from kvd.control import audit, convert
 from kvd.control.access import descriptors
 from kvd.control.access.peers import Context, Peer
 from kvd.control.access.tenants import TenantPolicy
-from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
+from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT, UNKNOWN_MESSAGE
 from kvd.control.namespace import namespace_spec
 from kvd.control.registration.engine_exits import EngineExitWatcher
 from kvd.control.registration.rendezvous import Rendezvous, check_identity, process_of
@@ -182,8 +182,7 @@ class SchedulerSession:
             case "reset_cache":
                 await self._reset(request.reset_cache)
             case _:
-                error = InvalidArgument(f"{kind or 'an empty message'} can't come here", "kind")
-                self._refuse(0, error)
+                self._refuse(0, _out_of_place(kind, request))
                 return
         self._common.time_message(kind, time.perf_counter() - began)
 
@@ -231,6 +230,16 @@ class SchedulerSession:
             await self._common.driver.jobs.wait(self.live.id, [], CLOSE_FLUSH_SECONDS)
         except (TimeoutError, LimitExceeded):
             log.warning("session %d closes while copies run", self.live.id, extra=self.live.in_log)
+
+
+def _out_of_place(kind: str | None, request: pb.SessionRequest) -> InvalidArgument:
+    if kind is None and request.ByteSize():  # it has a field that we don't know
+        return InvalidArgument(
+            "this daemon has no such message: the client is of a later release",
+            "kind",
+            UNKNOWN_MESSAGE,
+        )
+    return InvalidArgument(f"{kind or 'an empty message'} can't come here", "kind")
 
 
 class SessionContext:
