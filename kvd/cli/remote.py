@@ -16,14 +16,14 @@ from kvd_client.backoff import describe
 from kvd_client.daemon import CHANNEL_OPTIONS
 
 _IT_CLOSED = (
-    "it closed the connection: --certificate may have expired or be of another authority than the"
-    " gateway's, or too many connections are open; its log tells"
+    "it closed the connection: --certificate may not be valid now, or be of another authority than"
+    " the gateway's, or too many connections are open; its log tells"
 )
 # What gRPC says where TLS can't be spoken, and what the caller may change.
 _REASONS = (
     ("Socket closed", _IT_CLOSED),
     ("Connection reset", _IT_CLOSED),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate has expired, or is not of --authority"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of --authority, or not valid now"),
     ("Hostname Verification", "its certificate has another name: give --server-name NAME"),
 )
 

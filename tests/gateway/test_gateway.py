@@ -456,9 +456,9 @@ def test_status_of_a_remote_daemon_by_the_command(
 @pytest.mark.parametrize(
     ("wrong", "flag"),
     [
-        ("expired", "--certificate may have expired"),
+        ("expired", "--certificate may not be valid now"),
         ("stranger", "or be of another authority"),
-        ("authority", "is not of --authority"),
+        ("authority", "is not of --authority, or not valid now"),
         ("name", "give --server-name NAME"),
     ],
 )
