@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from kvd.control import errors
+from kvd.control.later_fields import require_known
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec, check_group_count, check_shard_count
@@ -102,20 +102,8 @@ def _check_fields(fields: pb.NamespaceFields) -> None:
             "namespace.tokens_per_block is required", "namespace.tokens_per_block"
         )
     check_group_count(len(fields.groups))
-    _require_known(fields)
-
-
-def _require_known(fields: pb.NamespaceFields) -> None:
-    """The fingerprint lacks what we don't know: who differ in that only would share blocks."""
-    known: Any = pb.NamespaceFields()  # the stubs leave out what follows
-    known.CopyFrom(fields)
-    known.DiscardUnknownFields()  # of groups, too
-    if known.ByteSize() != fields.ByteSize():
-        raise InvalidArgument(
-            "the namespace has fields that this daemon does not know: the client is of a later"
-            " release",
-            "namespace",
-        )
+    # The fingerprint lacks what we don't know: who differ in that only would share blocks.
+    require_known(fields, "namespace")
 
 
 def _group_spec(group: pb.GroupSpec, number: int) -> GroupSpec:

@@ -89,7 +89,7 @@ def test_an_interrupted_registration_leaves_nothing_and_can_be_had_again(
         with pytest.raises(Interrupted):
             worker.register([memory], [LAYOUT])
     wait_until(lambda: not rank_threads(), "the thread's end")
-    assert descriptors() == before
+    wait_until(lambda: descriptors() == before, "the descriptors' end")  # gRPC closes its own later
     worker.register([memory], [LAYOUT])
     assert worker.wait_registered(PATIENCE_SECONDS), worker.problem
     assert worker.unregister()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control.services.worker import MAX_FRAGMENTS_IN_ALL, fragments_of
+from kvd.control.services.worker import MAX_FRAGMENTS_IN_ALL, check_rank, fragments_of
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import MoverId
 from kvd.mover import frames
@@ -64,6 +64,26 @@ async def test_others_have_turns_while_fragments_are_read() -> None:
     other.cancel()
     assert turns >= PIECES
     assert tuple(found) == tuple(group.fragments for group in largest_config().groups)
+
+
+LATER_FIELD = b"\xfa\x07\x01x"  # number 127, a string
+
+
+@pytest.mark.parametrize("part", ["group", "fragment"])
+async def test_a_layout_with_a_field_of_a_later_release_is_refused(part: str) -> None:
+    """Its bytes may lie elsewhere than this daemon thinks."""
+    request = largest_request()
+    group = request.groups[-1]
+    (group if part == "group" else group.fragments[-1]).MergeFromString(LATER_FIELD)
+    with pytest.raises(InvalidArgument, match=r"groups\[3\] has fields .* of a later release"):
+        await fragments_of(request, Pace(FairQueue(), 1))
+
+
+def test_a_memory_with_a_field_of_a_later_release_is_refused() -> None:
+    request = worker_pb2.RegisterRankRequest(world_size=1, groups=[worker_pb2.GroupLayout()])
+    request.memories.add().MergeFromString(LATER_FIELD)
+    with pytest.raises(InvalidArgument, match=r"memories\[0\] has fields .* of a later release"):
+        check_rank(request)
 
 
 def test_they_are_checked_in_pieces_and_to_the_last() -> None:

@@ -431,10 +431,12 @@ class SchedulerConnection:
 
         Called under the lock.
         """
-        self._note(f"step refused: {refused.reason} {refused.message}")
+        is_step = refused.reason != "UNKNOWN_MESSAGE"
+        what = "step" if is_step else "message"
+        self._note(f"{what} refused: {refused.reason} {refused.message}")
         self.refusals[refused.reason] += 1
-        if refused.reason == "UNKNOWN_MESSAGE":
-            return  # no step: a daemon of an earlier release does without it
+        if not is_step:
+            return  # a daemon of an earlier release does without it
         sent = self._steps.pop(refused.sequence, None)
         is_lost = refused.reason in ("UNKNOWN_SESSION", "SEQUENCE_GAP")
         if is_lost or sent is None or not sent.is_refused_whole:

@@ -13,6 +13,7 @@ from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
 from kvd.control.access.peers import Context, Peer, Peers, Role
 from kvd.control.errors import MoverStartFailed
+from kvd.control.later_fields import require_known
 from kvd.control.registration.gpu_capacity import GpuCapacity, in_words
 from kvd.control.registration.memories import RankMemory, rank_memory
 from kvd.control.registration.rendezvous import check_identity
@@ -227,7 +228,9 @@ async def fragments_of(
 ) -> list[tuple[FragmentSpec, ...]]:
     """Those of each group, read a few at a time."""
     found = []
-    for group in request.groups:
+    for number, group in enumerate(request.groups):
+        require_known(group, f"groups[{number}]")  # else bytes may lie elsewhere than we think
+        await pace.spend(len(group.fragments) // FRAGMENTS_A_UNIT)
         mine: list[FragmentSpec] = []
         for start in range(0, len(group.fragments), FRAGMENTS_AT_ONCE):
             some = group.fragments[start : start + FRAGMENTS_AT_ONCE]
@@ -271,6 +274,8 @@ def check_rank(request: pb.RegisterRankRequest) -> None:
         where = f"groups[{number}]"
         if group.group != number:
             raise InvalidArgument(f"{where} is group {group.group}", f"{where}.group")
+    for number, memory in enumerate(request.memories):
+        require_known(memory, f"memories[{number}]")
 
 
 def rank_layout(request: pb.RegisterRankRequest, start: EngineStart) -> RankLayout:
