@@ -16,7 +16,14 @@ from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.store import S3Store
-from kvd.tiers.store import Found, OptionValue, Outcome, TierError, TierReason
+from kvd.tiers.store import (
+    Found,
+    OptionValue,
+    Outcome,
+    TierError,
+    TierReason,
+    TierUnusable,
+)
 from tests.tiers.contract import ONE, key, read, soon, source
 from tests.tiers.valkey_rig import free_ports
 
@@ -116,6 +123,29 @@ class Wordy(Handler):
         if name.startswith("do_"):
             return self._answer
         raise AttributeError(name)
+
+
+class Elsewhere(Handler):
+    """The bucket is in another region: the server's status, and the word that goes with it."""
+
+    def _answer(self) -> None:
+        assert isinstance(self.server, Answering)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        words = {301: "PermanentRedirect", 400: "AuthorizationHeaderMalformed"}
+        said = f"<Error><Code>{words[self.server.status]}</Code></Error>".encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(said)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):
+            return self._answer
+        raise AttributeError(name)
+
+    def do_HEAD(self) -> None:
+        self._answer()
 
 
 @pytest.fixture(autouse=True)
@@ -261,6 +291,25 @@ def test_a_buckets_own_word_is_heard_where_only_lookups_are_refused(
         assert "refuses us: RequestTimeTooSkewed: " in str(store.usage().notes)
     assert caplog.text.count("refuses us: RequestTimeTooSkewed: ") == 1
     assert caplog.text.count("refuses us") == 2
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(301, "configured region"), (400, "AuthorizationHeaderMalformed: ")]
+)
+def test_a_bucket_of_another_region_opens_no_tier_and_is_noted_later(
+    answering: Answering, tmp_path: Path, status: int, said: str
+) -> None:
+    answering.RequestHandlerClass = Wordy
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    answering.RequestHandlerClass, answering.status = Elsewhere, status
+    with pytest.raises(TierUnusable, match=f"refuses us: .*{said}"):
+        S3Store(options_of(answering.server_port, tmp_path))
+    with pytest.raises(TierError):
+        store.exists([key(1)], soon())
+    assert said in str(store.usage().notes)
+    assert store.write([source(key(1), bytes(8))], soon()) == [Outcome.FAILED]
+    assert said in str(store.usage().notes)
     store.close()
 
 

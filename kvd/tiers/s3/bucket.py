@@ -69,7 +69,16 @@ REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over 
 UNANSWERED_S = 60.0  # a write that had no answer may happen for so long
 READ_BYTES = 1 << 20  # copied at once
 _BUSY = "the bucket asks for fewer requests (503, 429)"
-_REFUSALS = ("NoSuchBucket", "AccessDenied", "ExpiredToken")
+# What only another configuration mends, whatever its status: 301 or 400 of another region's bucket.
+_REFUSALS = (
+    "NoSuchBucket",
+    "InvalidBucketName",
+    "AccessDenied",
+    "ExpiredToken",
+    "InvalidToken",
+    "AuthorizationHeaderMalformed",
+    "redirect without LOCATION",
+)
 _NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 _WORDLESS = "performing HEAD"  # it is answered without a word
