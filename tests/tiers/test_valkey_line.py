@@ -31,7 +31,7 @@ from kvd.tiers.valkey.line import (
     ServerRefusal,
 )
 from kvd.tiers.valkey.names import SLOTS
-from kvd.tiers.valkey.servers import MAX_DOUBTS
+from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, count_in
 from kvd.tiers.valkey.store import ValkeyStore
 from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, source
 from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
@@ -371,6 +371,31 @@ def test_slots_that_can_not_be_end_no_watch(
         with pytest.raises(TierError):
             servers.refresh()
         assert servers.homes() == [server.address]
+
+
+@needs_server
+@pytest.mark.parametrize("count", ["", "x", "-1", "1.5", "9" * (MAX_DIGITS + 1), "9" * 5000, "²"])
+def test_counts_that_can_not_be_end_no_watch(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, count: str
+) -> None:
+    with opened(server) as store:
+        servers = store._servers
+        run = servers._run
+        words = f"db0:keys={count},expires=0\nmaxmemory:{count}\nused_memory:{count}\n"
+        said = f"run_id:1\n{words}evicted_keys:{count}\n".encode()
+
+        def lie(home: str, commands: list[Command], *args: float, **named: Any) -> list[Answer]:
+            return [said] if commands == [["INFO"]] else run(home, commands, *args, **named)
+
+        monkeypatch.setattr(servers, "_run", lie)
+        for _ in range(2):  # what it says is compared with what it said before
+            servers._look()
+        usage = store.usage()
+        assert (usage.blocks, usage.bytes, usage.capacity_bytes, usage.evicted_blocks) == (0,) * 4
+
+
+def test_the_largest_number_that_a_server_may_say_is_told() -> None:
+    assert count_in({"maxmemory": "9" * MAX_DIGITS}, "maxmemory") == 10**MAX_DIGITS - 1
 
 
 # -- encrypted --------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ LOOK_SECONDS = 1.0  # between looks at the servers
 HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something follows it
 _HEAD_END = b"%d" % (HEAD_BYTES - 1)
 _WITHOUT_SLOTS = 8  # words that CLUSTER NODES has of a server without slots
+MAX_DIGITS = 18  # of a number that a server says of itself: less than 2**63
 EMPTIED = 10  # of which less than such a part is left, a look later
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
 ELSEWHERE = -2  # in place of a value's length
@@ -499,8 +500,15 @@ def _without_slots(said: bytes) -> list[Home]:
 
 def keys_of(said: dict[str, str]) -> int:
     """How many names a server has: of "db0:keys=12,expires=0,..."."""
-    counts = [part for part in said.get("db0", "").split(",") if part.startswith("keys=")]
-    return int(counts[0].removeprefix("keys=")) if counts else 0
+    counts = (part.partition("=") for part in said.get("db0", "").split(","))
+    return count_in({word: count for word, _, count in counts}, "keys")
+
+
+def count_in(said: dict[str, str], word: str) -> int:
+    """What a server counts; 0 where it says nothing of it, or no number that can be."""
+    count = said.get(word, "")
+    is_one = count.isascii() and count.isdigit() and len(count) <= MAX_DIGITS
+    return int(count) if is_one else 0
 
 
 def _parsed(told: bytes) -> dict[str, str]:

@@ -28,7 +28,7 @@ from kvd.tiers.valkey.line import Command, ServerRefusal
 from kvd.tiers.valkey.moves import Move, Moves
 from kvd.tiers.valkey.names import NameBook, slot_of
 from kvd.tiers.valkey.options import ValkeyOptions
-from kvd.tiers.valkey.servers import Servers, keys_of
+from kvd.tiers.valkey.servers import Servers, count_in, keys_of
 
 CALLS_AT_ONCE = 5
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
@@ -159,9 +159,9 @@ class ValkeyStore:
     def usage(self) -> TierUsage:
         told = dict(self._servers.told)
         keys = sum(keys_of(said) for said in told.values())
-        limits = [int(said.get("maxmemory", 0)) for said in told.values()]
+        limits = [count_in(said, "maxmemory") for said in told.values()]
         each = self._moved["values"] / self._moved["blocks"]
-        now = {home: int(said.get("evicted_keys", 0)) for home, said in told.items()}
+        now = {home: count_in(said, "evicted_keys") for home, said in told.items()}
         for home, count in now.items():
             before = self._evicted_keys.get(home, count)
             # One that was started again counts from 0.
@@ -169,7 +169,7 @@ class ValkeyStore:
         self._evicted_keys = now
         return TierUsage(
             blocks=-int(-keys // each),
-            bytes=sum(int(said.get("used_memory", 0)) for said in told.values()),
+            bytes=sum(count_in(said, "used_memory") for said in told.values()),
             capacity_bytes=sum(limits) if all(limits) else 0,
             evicted_blocks=int(self._evicted_blocks),
             errors=dict(self._errors),
