@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvd.tiers.store import Outcome, TierReason
+from kvd.tiers.store import OptionValue, Outcome, TierReason
 from tests.tiers.contract import content, key, soon, source
 from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
 
@@ -72,3 +73,35 @@ def test_servers_that_let_nobody_in_any_more_are_not_called_away(
     until(lambda: "asked" not in str(store.usage().notes))
     assert store.write([source(key(2), content(2))], soon()) == [Outcome.DONE]
     store.close()
+
+
+@pytest.mark.parametrize("password", ["", "first"])
+def test_a_server_that_takes_no_more_connections_is_not_called_away(
+    server: ValkeyServer, tmp_path: Path, password: str
+) -> None:
+    (tmp_path / "password").write_text(password)
+    options: dict[str, OptionValue] = {"addresses": server.address}
+    with socket.create_connection((server.host, server.port)) as held:
+
+        def tell(words: str) -> None:
+            held.sendall(words.encode() + b"\r\n")
+            assert held.recv(100) == b"+OK\r\n"
+
+        if password:
+            options["password_file"] = str(tmp_path / "password")
+            tell(f"CONFIG SET requirepass {password}")
+            tell(f"AUTH {password}")
+        store = ValkeyStore(options)
+        tell("CONFIG SET maxclients 1")
+
+        def is_noted() -> bool:
+            assert store.write([source(key(1), content(1))], soon()) == [Outcome.FAILED]
+            said = f"{server.address} can't be asked: ERR max number of clients reached"
+            return said in store.usage().notes
+
+        until(is_noted)
+        assert set(store.usage().errors) == {TierReason.REFUSED}
+        ValkeyStore(options).close()  # it is met when it has room
+        tell("CONFIG SET maxclients 100")
+        until(lambda: store.write([source(key(1), content(1))], soon()) == [Outcome.DONE])
+        store.close()

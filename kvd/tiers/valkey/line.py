@@ -66,6 +66,7 @@ class Line:
         self._room = memoryview(self._buffer)
         self._at = self._end = 0  # what has come and was not looked at
         self._values_left = self._bytes_left = 0  # that answers of this run may still have
+        self._refused = ""  # what the server refused last
 
     def run(
         self, commands: Sequence[Command], seconds: float, into: Sequence[Room] = ()
@@ -86,6 +87,12 @@ class Line:
             return [self._answer(None) for _ in commands]
         except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+
+    def last_word(self) -> str:
+        """What the server refused before it ended the connection; nothing where it said nothing."""
+        with contextlib.suppress(OSError):
+            self._answer(None)
+        return self._refused
 
     def say_no_more(self) -> None:
         """What was sent may happen yet; `has_ended` says when it has, or never will."""
@@ -172,7 +179,8 @@ class Line:
         if kind == b"+":
             return rest
         if kind == b"-":
-            return ServerRefusal(rest[:300].decode(errors="replace"))
+            self._refused = rest[:300].decode(errors="replace")
+            return ServerRefusal(self._refused)
         number = _number(line)
         if kind == b":":
             return number

@@ -44,6 +44,7 @@ _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
 _ENDS_LINE = _REFUSED_LOGIN | {"READONLY"}  # another may have the server's name by now
 # What says nothing of a server: of one value, of a slot, or of a question that has no cluster.
 _OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "ERR", "OOM"}
+_HAS_NO_ROOM = "max number of clients"
 REFUSAL_NOTED_S = 10.0  # since a server refused the last time
 REFUSAL_SAID_S = 60.0  # between two lines of the log about refusals
 
@@ -344,8 +345,8 @@ class Servers:
         try:
             line = Line(host.strip("[]"), int(port), seconds, tls)
             try:
-                said = line.run(hello, seconds)
-            except OSError:
+                said = _greeted(home, line, hello, seconds)
+            except (OSError, TierError):
                 line.close()
                 raise
         except (OSError, UnicodeError) as error:  # a name that can't be looked up
@@ -439,6 +440,21 @@ class Servers:
         if home not in self._said:
             self._said[home] = why
             log.warning("%s: %s", home or "the tier's servers", why)
+
+
+def _greeted(home: Home, line: Line, hello: Sequence[Command], seconds: float) -> list[Answer]:
+    """What the server says to each. TierError where it has no room for one more: it says so, to
+    whatever it hears first, and ends the connection. OSError as in `Line.run`."""
+    try:
+        said = line.run(hello, seconds)
+        word = str(said[0]) if isinstance(said[0], ServerRefusal) else ""
+    except ConnectionError:
+        word = line.last_word()
+        if _HAS_NO_ROOM not in word:
+            raise
+    if _HAS_NO_ROOM in word:
+        raise TierError(f"{home}: {word}", TierReason.REFUSED)
+    return said
 
 
 def _left(deadline: float) -> float:
