@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,3 +106,24 @@ def test_a_server_that_takes_no_more_connections_is_not_called_away(
         tell("CONFIG SET maxclients 100")
         until(lambda: store.write([source(key(1), content(1))], soon()) == [Outcome.DONE])
         store.close()
+
+
+def test_a_server_that_answers_now_and_then_is_not_said_to_be_silent_each_time(
+    server: ValkeyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ValkeyStore({"addresses": server.address})
+    whole = store._servers
+
+    def falls_silent() -> None:
+        whole._fall_silent(server.address, "no answer", TierReason.UNREACHABLE)
+        assert f"{server.address} does not answer" in store.usage().notes
+        whole._look()
+        assert f"{server.address} does not answer" not in store.usage().notes
+
+    for _ in range(3):
+        falls_silent()
+    assert caplog.text.count("no answer") == 1
+    monkeypatch.setattr(whole, "_say_at", {server.address: time.monotonic()})
+    falls_silent()
+    assert caplog.text.count("no answer") == 2
+    store.close()

@@ -46,7 +46,7 @@ _ENDS_LINE = _REFUSED_LOGIN | {"READONLY"}  # another may have the server's name
 _OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "ERR", "OOM"}
 _HAS_NO_ROOM = "max number of clients"
 REFUSAL_NOTED_S = 10.0  # since a server refused the last time
-REFUSAL_SAID_S = 60.0  # between two lines of the log about refusals
+REFUSAL_SAID_S = 60.0  # between two lines of the log about refusals, and about one's silence
 
 
 class LoginRefused(TierError):
@@ -75,7 +75,8 @@ class Servers:
         self._homes: list[Home] = []  # that have slots
         self._silent: dict[Home, Silence] = {}
         self._doubts: list[tuple[Home, Line]] = []
-        self._said: dict[Home, str] = {}
+        self._said: set[Home] = set()  # that they are silent, by now
+        self._say_at: dict[Home, float] = {}  # when the next line about it may come
         self._refusals: dict[Home, tuple[str, float]] = {}  # what each said last, and when
         self._say_refusal_at = 0.0
         self.told: dict[Home, dict[str, str]] = {}  # what each server says of itself
@@ -408,7 +409,7 @@ class Servers:
         for doubt in list(self._doubts):
             if doubt[1].has_ended(0.0):
                 self._settled(doubt)
-        self._said.pop("", None)
+        self._said.discard("")
 
     def _hear(self, home: Home, said: dict[str, str]) -> None:
         if (before := self.told.get(home)) is not None:
@@ -417,7 +418,7 @@ class Servers:
         self.told[home] = said
         if said.get("loading", "0") == "0":
             self._silent.pop(home, None)
-            self._said.pop(home, None)
+            self._said.discard(home)
 
     def _learn_slots(self, asked: Home) -> None:
         slots, homes = [NOBODY] * SLOTS, [asked]
@@ -436,9 +437,14 @@ class Servers:
         self.told = {home: said for home, said in self.told.items() if home in homes}
 
     def _say(self, home: Home, why: str) -> None:
-        """Once for each server that falls silent."""
-        if home not in self._said:
-            self._said[home] = why
+        """Once for each server that falls silent; where it does again and again, now and then."""
+        now = time.monotonic()
+        if home in self._said:
+            return
+        self._said.add(home)
+        if now >= self._say_at.get(home, 0.0):
+            later = {each: at for each, at in self._say_at.items() if at > now}
+            self._say_at = {**later, home: now + REFUSAL_SAID_S}
             log.warning("%s: %s", home or "the tier's servers", why)
 
 
