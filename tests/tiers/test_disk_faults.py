@@ -491,6 +491,16 @@ def test_a_full_file_system_costs_no_block(tmp_path: Path) -> None:
         store.close()
 
 
+def test_what_a_deletion_zeroes_is_no_room_for_others(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path / "mount", 16 << 20) as mount:
+        store = opened(mount / "disk", regions=8)
+        keep(store, range(32))
+        before = (mount / "disk" / "slab").stat().st_blocks
+        store.delete_scopes([ONE], soon())
+        assert (mount / "disk" / "slab").stat().st_blocks == before
+        store.close()
+
+
 def test_a_file_system_that_reserves_nothing_is_used_and_said(
     directory: Path, files: FaultyFiles
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -57,14 +58,14 @@ class SystemFiles:
 
     def zero(self, fd: int, offset: int, size: int) -> None:
         keep = calls.FALLOC_FL_KEEP_SIZE
-        for mode in (calls.FALLOC_FL_ZERO_RANGE, calls.FALLOC_FL_PUNCH_HOLE):
-            try:
-                calls.allocate(fd, mode | keep, offset, size)
-                return
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-        raise OSError(errno.EOPNOTSUPP, "no range of this file can be zeroed")
+        try:
+            calls.allocate(fd, calls.FALLOC_FL_ZERO_RANGE | keep, offset, size)
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
+            calls.allocate(fd, calls.FALLOC_FL_PUNCH_HOLE | keep, offset, size)
+            with contextlib.suppress(OSError):  # the zeros are there, if not the room
+                calls.allocate(fd, keep, offset, size)
 
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
