@@ -205,6 +205,25 @@ def test_a_pool_that_is_closed_to_an_engines_user_is_no_fault_of_a_daemon_that_r
     assert any("can't be used by uid" in each.problem for each in found) is not answers
 
 
+@pytest.mark.parametrize("closed", ["kvd", "kvd/kvd.sock.companion"])
+def test_who_may_not_reach_the_socket_hears_of_no_pool(
+    place: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """An engine's user needs the socket alone, and could do nothing about another's pool."""
+
+    def refuse(_: Subject) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (place / "kvd").mkdir()
+    (place / "kvd" / "kvd.sock.companion").touch()
+    monkeypatch.setattr(checks, "_require_place", refuse)
+    monkeypatch.setattr(os, "access", lambda path, _: path != place / closed)
+    on = replace(subject(place, socket=str(place / "kvd" / "kvd.sock")), status=None)
+    (found,) = faults(on)
+    assert found.about == "socket"
+    assert "this user may not" in found.problem
+
+
 @pytest.mark.parametrize("fault", ["nobody", "left behind", "closed", "kept out"])
 def test_a_socket_that_cannot_be_asked_is_explained(
     place: Path, monkeypatch: pytest.MonkeyPatch, fault: str

@@ -85,8 +85,9 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
         yield _said("shared memory", error)
         return
     except OSError as error:
-        if on.status is not None and isinstance(error, PermissionError):
-            return  # a daemon answers, and its pool is closed to all others: as it should be
+        is_closed = isinstance(error, PermissionError)
+        if is_closed and (on.status is not None or _is_shut_out(on)):
+            return  # of a daemon's the pool is closed to all others: as it should be
         problem = f"pool_directory {directory} can't be used by uid {os.geteuid()}"
         fix = "name a directory that the daemon's user may write to, or ask as that user"
         yield Diagnosis("shared memory", f"{problem}: {error.strerror}", fix)
@@ -202,7 +203,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
         return
     if on.status is not None:
         return
-    if not os.access(directory, os.X_OK) and directory.exists():
+    if _may_not_enter(directory):
         owner = _owner(directory)
         problem = f"this user may not enter {directory}, which is {owner}"
         fix = "join that group (usermod -aG), or have the directory and the socket given to one of"
@@ -213,7 +214,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             f"no daemon has its socket at {config.socket}",
             "start it (systemctl start kvd), or name its socket (--socket, KVD_SOCKET, --config)",
         )
-    elif not os.access(config.companion_socket, os.W_OK):
+    elif _is_shut_out(on):
         problem = f"this user may not open {config.socket}, which is"
         problem += f" {_owner(config.companion_socket)}"
         yield Diagnosis("socket", problem, "join that group (usermod -aG), or set socket_group")
@@ -230,6 +231,20 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             on.why_no_answer or f"nobody answers on {config.socket}",
             "look at the daemon's log (journalctl -u kvd) and start it again",
         )
+
+
+def _may_not_enter(directory: Path) -> bool:
+    return not os.access(directory, os.X_OK) and directory.exists()
+
+
+def _is_shut_out(on: Subject) -> bool:
+    """Whether the socket is there, or its directory, and closed to this user: it is another's."""
+    if on.before_start:
+        return False
+    companion = on.config.companion_socket
+    if _may_not_enter(companion.parent):
+        return True
+    return companion.exists() and not os.access(companion, os.W_OK)
 
 
 def _is_answered(on: Subject) -> bool:
