@@ -20,7 +20,8 @@ with ends_at_once():
     from kvd.cli.commands import CLI
     from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, Failure, NobodyReads, is_of_output
 
-_LISTS = (["events"], ["namespaces"], ["status"])  # who reads them may have enough at any line
+# Who reads them may have enough at any line.
+_LISTS = (["events"], ["explain"], ["namespaces"], ["quota"], ["status"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

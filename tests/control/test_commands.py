@@ -258,6 +258,8 @@ def test_the_status_is_watched(stored: RunningDaemon, capsys: pytest.CaptureFixt
         ("status --watch --every 0.2", 0),
         ("events", 0),
         ("namespaces", 0),
+        ("explain", 0),
+        ("quota", 0),
         ("doctor", 1),  # its status is its verdict, and nobody has heard it
     ],
 )
