@@ -224,12 +224,14 @@ def test_who_may_not_reach_the_socket_hears_of_no_pool(
     assert "this user may not" in found.problem
 
 
-@pytest.mark.parametrize("fault", ["nobody", "left behind", "closed", "kept out"])
+@pytest.mark.parametrize("fault", ["nobody", "a folder", "left behind", "closed", "kept out"])
 def test_a_socket_that_cannot_be_asked_is_explained(
     place: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     companion = place / "kvd.sock.companion"
-    if fault != "nobody":
+    if fault == "a folder":  # as Docker makes of a mount that is not there
+        (place / "kvd.sock").mkdir()
+    elif fault != "nobody":
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(str(companion))
     if fault == "closed":
@@ -237,11 +239,13 @@ def test_a_socket_that_cannot_be_asked_is_explained(
             pytest.skip("root may open every socket")
         companion.chmod(0)
     if fault == "kept out":
-        (place / "kvd.sock").touch()
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(place / "kvd.sock"))
         monkeypatch.setattr(os, "access", lambda path, _: path != place / "kvd.sock")
     (found,) = faults(replace(subject(place), status=None))
     wanted = {
         "nobody": "no daemon has",
+        "a folder": "is no socket",
         "left behind": "nobody answers",
         "closed": "may not open",
         "kept out": "connects again and again",

@@ -32,6 +32,7 @@ from kvd.pool.ownership import CLOSED_FIX, refuse_owned, require_files, require_
 from kvd.processes import extras
 from kvd.tiers.kinds import check_options, require_library
 from kvd.tiers.store import LibraryMissing, TierUnusable
+from kvd_client.companion import is_something_else
 from kvd_proto.v1 import operator_pb2 as pb
 
 FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
@@ -208,6 +209,10 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
         problem = f"this user may not enter {directory}, which is {owner}"
         fix = "join that group (usermod -aG), or have the directory and the socket given to one of"
         yield Diagnosis("socket", problem, f"{fix} this user's: chgrp, and socket_group")
+    elif is_something_else(str(config.socket)):
+        problem = f"{config.socket} is there and is no socket"
+        fix = "name the daemon's (--socket, KVD_SOCKET, --config), or remove what is in its place"
+        yield Diagnosis("socket", problem, fix)
     elif not config.companion_socket.exists():
         yield Diagnosis(
             "socket",
