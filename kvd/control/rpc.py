@@ -217,6 +217,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             log.critical("broken invariant in %s", method, exc_info=True)
             self._on_broken_invariant(error)
             raise
+        except grpc.aio.InternalError:
+            # A message could not be sent: the caller has gone, and gRPC has yet to say so.
+            code = grpc.StatusCode.CANCELLED
+            log.debug("%s: its caller has gone", method, exc_info=True)
+            return _refuse(context, KvdError("the caller has gone"))
         except Exception:
             code = grpc.StatusCode.INTERNAL
             log.exception("%s failed", method, extra={"user": self._user_of(context)})
