@@ -38,22 +38,28 @@ def refuse_taken(socket_file: Path, companion: Path) -> None:
 
     OSError, with the setting to change, where this user may not even ask.
     """
+    # Both: the one may be another daemon's companion socket, by a slip in --socket.
+    if _is_answered(companion) or _is_answered(socket_file):
+        raise SocketTaken(
+            f"another daemon answers on {socket_file}; stop it or choose another --socket"
+        )
+
+
+def _is_answered(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(1.0)
         try:
-            probe.connect(str(companion))
+            probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError):
-            return
+            return False
         except (TimeoutError, BlockingIOError):
             pass  # it lives, and has no time to answer
         except OSError as error:
             raise OSError(
-                f"uid {os.geteuid()} can't reach {companion} ({error.strerror}): give its directory"
+                f"uid {os.geteuid()} can't reach {path} ({error.strerror}): give its directory"
                 " to the daemon's user, or choose another --socket"
             ) from error
-    raise SocketTaken(
-        f"another daemon answers on {socket_file}; stop it or choose another --socket"
-    )
+    return True
 
 
 @contextlib.asynccontextmanager

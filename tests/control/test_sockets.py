@@ -77,6 +77,20 @@ def test_of_two_daemons_that_start_at_once_one_serves() -> None:
         shutil.rmtree(shared)
 
 
+def test_a_daemon_takes_no_companion_socket_of_another_for_its_own(
+    pair: tuple[RunningDaemon, RunningDaemon],
+) -> None:
+    one, slip = pair
+    one.start()
+    slip.socket = f"{one.socket}.companion"
+    slip.launch()
+    wait_until(lambda: serves(slip) or slip.has_ended, "the second one")
+    assert f"another daemon answers on {slip.socket};" in slip.log.read_text()
+    caller = Caller(one.socket)
+    assert caller.status().pool.slots_ready == 0
+    caller.close()
+
+
 def begin(place: Path, pool: Path) -> subprocess.Popen[bytes]:
     flags = ["--pool-directory", str(pool), "--pool-bytes", str(8 << 20), "--http-port", "0"]
     command = [sys.executable, "-m", "kvd", "serve", "--socket", str(place / "kvd.sock"), *flags]
