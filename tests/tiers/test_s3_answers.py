@@ -212,6 +212,21 @@ def test_an_answer_is_called_by_its_status(
     assert reason(bucket(answering.server_port, tmp_path)) is wanted
 
 
+def test_failures_are_told_while_they_are_new(
+    answering: Answering,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answering.status = 500
+    of = bucket(answering.server_port, tmp_path)
+    assert [reason(of) for _ in range(3)] == [TierReason.IO_ERROR] * 3
+    assert [note for note in of.notes if "fails requests: " in note]
+    assert caplog.text.count("fails requests: ") == 1
+    monkeypatch.setattr("kvd.tiers.s3.bucket.LOG_SECONDS", 0.0)
+    assert not of.notes
+
+
 @pytest.mark.parametrize("status", [404, 409, 412])
 def test_what_says_nothing_of_an_object_is_a_failure(
     answering: Answering, tmp_path: Path, status: int

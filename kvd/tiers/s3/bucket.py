@@ -92,7 +92,8 @@ class Bucket:
         self._options = options
         self._lock = threading.Lock()
         self._quiet_until = self._renew_at = self._say_at = self._say_busy_at = 0.0
-        self._hear_at = 0.0
+        self._hear_at = self._say_failure_at = 0.0
+        self._failure = ("", 0.0)  # what it answered in place of what was asked, and when, last
         self._has_said_no_word = False  # the log's last line of a refusal
         self._pacing = Pacing()
         # Namespaces, and until when a write may happen; at first the prefix, which is above all:
@@ -261,6 +262,9 @@ class Bucket:
     def notes(self) -> tuple[str, ...]:
         """What an operator should know."""
         notes = [f"the bucket {self.problem}"] if self.problem else []
+        failure, failed_at = self._failure
+        if failure and time.monotonic() < failed_at + LOG_SECONDS:
+            notes.append(f"the bucket fails requests: {failure}")
         if gap_s := self._pacing.gap_s:
             notes.append(f"{_BUSY}: {1 / gap_s:.0f} a second are sent, some blocks are misses")
         return tuple(notes)
@@ -295,9 +299,10 @@ class Bucket:
                 self.problem = ""
                 return
             is_silent = error.reason in (TierReason.TIMEOUT, TierReason.UNREACHABLE)
-            if not is_silent and error.reason is not TierReason.REFUSED:
-                return
             now = time.monotonic()
+            if not is_silent and error.reason is not TierReason.REFUSED:
+                self._note_failure(str(error), now)
+                return
             if is_silent:
                 self._quiet_until = now + QUIET_SECONDS
             problem = f"{'does not answer' if is_silent else 'refuses us'}: {error}"
@@ -312,6 +317,13 @@ class Bucket:
             if now >= self._renew_at:
                 self._renew_at = now + RENEW_SECONDS
                 self._renew()
+
+    def _note_failure(self, said: str, now: float) -> None:
+        """It answers, and doesn't do what is asked."""
+        self._failure = said, now
+        if now >= self._say_failure_at:
+            self._say_failure_at = now + LOG_SECONDS
+            log.warning("the bucket %s fails requests: %s", self._options.bucket, said)
 
     @property
     def _has_its_word(self) -> bool:
