@@ -8,13 +8,16 @@ import random
 import pytest
 from google.protobuf import struct_pb2
 
+from kvd.control.namespace import namespace_spec
 from kvd.control.sessions import wire
 from kvd.control.sessions.verbs import step_parts
 from kvd.core.errors import KvdError
+from kvd.core.keys import TenantId
 from kvd.runtime.turns import FairQueue, Pace
 from kvd_proto.limits import MAX_IDS
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
+from tests.control.daemon_rig import namespace
 from tests.control.live_session import live_session
 from tests.control.test_malformed_requests import scrambled
 
@@ -89,6 +92,42 @@ def test_messages_of_nonsense_mean_the_same_in_pieces(monkeypatch: pytest.Monkey
         assert means(in_pieces, damaged), seed
         agreed += 1
     assert agreed > 10
+
+
+LATER_SIZES = [1, wire.PIECE_BYTES - 2, wire.PIECE_BYTES, 1 << 20]
+
+
+def later_field(size: int) -> bytes:
+    """A string of a number that no message has."""
+    return b"\xfa\x07" + _part(0, bytes(size))[1:]
+
+
+@pytest.mark.parametrize("size", LATER_SIZES)
+def test_a_message_of_a_later_release_is_none_that_is_empty_however_large_it_is(size: int) -> None:
+    request = read(later_field(size))
+    assert request.WhichOneof("kind") is None
+    assert 0 < request.ByteSize() <= wire.PIECE_BYTES + 8
+
+
+@pytest.mark.parametrize("size", LATER_SIZES)
+@pytest.mark.parametrize("part", ["namespace", "group"])
+def test_a_namespace_with_a_later_field_is_refused_however_large_that_is(
+    part: str, size: int
+) -> None:
+    fields = namespace()
+    later = fields if part == "namespace" else fields.groups[0]
+    later.MergeFromString(later_field(size))
+    request = read(pb.SessionRequest(open=pb.OpenSession(namespace=fields)).SerializeToString())
+    with pytest.raises(KvdError, match="of a later release"):
+        namespace_spec(request.open.namespace, TenantId("default"), "engine")
+
+
+def test_a_later_field_of_any_kind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PIECE_BYTES", 1)
+    fixed64, fixed32 = b"\xf9\x07" + bytes(range(8)), b"\xfd\x07" + bytes(range(4))
+    varint = b"\xf8\x07" + b"\xff" * 9 + b"\x01"
+    for each in fixed64, fixed32, varint, later_field(300):
+        assert read(each).ByteSize() > 0
 
 
 def damage(content: bytes, dice: random.Random) -> bytes:

@@ -82,8 +82,11 @@ async def _read_large(
 ) -> None:
     """Merge one field that is larger than a piece."""
     known: Any = message.DESCRIPTOR.fields_by_number.get(field.number)
-    if known is None:
-        return  # a later protocol's: passed over
+    if known is None:  # a later protocol's: what it holds is passed over, not that it is there
+        _, behind_tag = _varint(content, field.begin)
+        nothing = bytes(_FIXED_SIZES.get(field.wire_type, 1))
+        _merge(message, bytes(content[field.begin : behind_tag]) + nothing)
+        return
     kind = known.message_type
     if kind is not None and kind.full_name == _STRUCT:
         # One that is far too long isn't read at all: many small values take long.
