@@ -207,6 +207,7 @@ def _check_hand_offs(state: State) -> None:
     claims: Counter[str] = Counter()
     held_bytes: Counter[str] = Counter()
     count: Counter[str] = Counter()
+    assert set(state.hand_off_ends) == set(state.hand_offs.values()), "hand-offs by their ends"
     for (session, request), hand_off in state.hand_offs.items():
         assert (hand_off.session, hand_off.request) == (session, request), "a hand-off's name"
         assert hand_off.held, "a hand-off of nothing stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvd.core.claims import hand_off as hand_offs
 from kvd.core.claims import lease as leases
 from kvd.core.errors import InvalidArgument, UnknownSession
 from kvd.core.keys import I32, SessionId, Slots
+from kvd.core.model.leases import HandOff
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
 from kvd.core.upkeep.statistics import Statistics
@@ -134,6 +136,51 @@ def test_what_expires_together_is_let_go_in_bounded_portions(
     bench.tick()
     assert figures(bench).hand_offs == 0
     assert figures(bench).counters.hand_off_expired == 8
+
+
+class WatchedHandOff(HandOff):
+    """Says when somebody asks for its deadline."""
+
+    looked_at: ClassVar[list[str]] = []
+
+    @property
+    def until_ns(self) -> int:
+        self.looked_at.append(self.request)
+        return self._until_ns
+
+    @until_ns.setter
+    def until_ns(self, until_ns: int) -> None:
+        self._until_ns = until_ns
+
+
+def test_a_tick_looks_at_few_hand_offs_and_at_none_that_lasts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands of each tenant, and a tick comes four times a second."""
+    monkeypatch.setattr(hand_offs, "MAX_LATE_AT_ONCE", 2)
+    monkeypatch.setattr(hand_offs, "HandOff", WatchedHandOff)
+    bench.stored(range(8))
+    for request in range(5):
+        hand_off(bench, range(2), request=f"late-{request}", seconds=1)
+        hand_off(bench, range(8), request=f"lasts-{request}", seconds=9)
+    WatchedHandOff.looked_at.clear()
+    left = []
+    for _ in range(4):
+        bench.tick(1 * SECOND)
+        left.append(figures(bench).hand_offs)
+    assert left == [8, 6, 5, 5]
+    assert not any(request.startswith("lasts") for request in WatchedHandOff.looked_at)
+
+
+def test_a_hand_off_that_comes_again_lasts_until_the_later_deadline(bench: Bench) -> None:
+    bench.stored(range(8))
+    hand_off(bench, range(4), seconds=2)
+    hand_off(bench, range(4, 6), seconds=5)
+    hand_off(bench, range(6, 8), seconds=1)
+    bench.tick(4 * SECOND)
+    assert figures(bench).handed_off_blocks == 8
+    bench.tick(1 * SECOND)
+    assert figures(bench).hand_offs == 0
 
 
 def test_a_prefix_handed_off_twice_stays_until_it_was_loaded_twice(bench: Bench) -> None:

@@ -33,6 +33,7 @@ from kvd.core.model.turn import Turn
 MAX_HAND_OFF_NS = 600_000_000_000
 MAX_HAND_OFFS_PER_TENANT = 4096
 MAX_EXPIRED_AT_ONCE = 8192  # blocks, so that a tick doesn't hold others up
+MAX_LATE_AT_ONCE = 2048  # hand-offs that a tick looks at; all are past their deadline
 # Of what leases and hand-offs may have together: where nobody takes what is handed off, requests
 # still find what they need.
 HAND_OFF_PART = 0.5
@@ -66,7 +67,7 @@ def hand_off(turn: Turn, event: HandOffRequested) -> tuple[SizeClass, Slots]:
     if len(taken) and found is None:
         found = _open(state, session, event)
     if found is not None:
-        found.until_ns = max(found.until_ns, turn.now_ns + event.lasting_ns)
+        _prolong(state, found, turn.now_ns + event.lasting_ns)
         if len(taken):
             _hold(state, found, owner, taken)
     return owner, there
@@ -89,6 +90,13 @@ def _open(state: State, session: Session, event: HandOffRequested) -> HandOff:
     state.hand_offs[made.session, made.request] = made
     state.namespaces[made.namespace].tenant.hand_offs += 1
     return made
+
+
+def _prolong(state: State, found: HandOff, until_ns: int) -> None:
+    if until_ns > found.until_ns:
+        state.hand_off_ends.remove(found)
+        state.hand_off_ends.add(found, until_ns)
+        found.until_ns = until_ns
 
 
 def _hold(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> None:
@@ -152,17 +160,16 @@ def _let_all_go(state: State, owner: SizeClass, slots: Slots) -> int:
 
 
 def expire(turn: Turn) -> None:
-    """Let go of hand-offs whose deadline has passed; what is beyond the bound, next time."""
+    """Let go of hand-offs whose deadline has passed; what is beyond the bounds, next time."""
     state = turn.state
     left = MAX_EXPIRED_AT_ONCE
     late: dict[SizeClass, list[tuple[HandOff, int]]] = {}
-    for found in state.hand_offs.values():
-        if found.until_ns <= turn.now_ns:
-            for group, slots in found.held.items():
-                some = [(found, slot) for slot in islice(slots, left)]
-                left -= len(some)
-                if some:
-                    late.setdefault(state.classes[found.namespace, group], []).extend(some)
+    for found in state.hand_off_ends.late(turn.now_ns, MAX_LATE_AT_ONCE):
+        for group, slots in found.held.items():
+            some = [(found, slot) for slot in islice(slots, left)]
+            left -= len(some)
+            if some:
+                late.setdefault(state.classes[found.namespace, group], []).extend(some)
     for owner, pairs in late.items():
         state.counters.hand_off_expired += len(pairs)
         _let_go(state, owner, pairs)
@@ -189,6 +196,7 @@ def _close_if_empty(state: State, owner: SizeClass, found: HandOff) -> None:
     if not found.held:
         owner.tenant.hand_offs -= 1
         del state.hand_offs[found.session, found.request]
+        state.hand_off_ends.remove(found)
 
 
 def _unclaim(state: State, owner: SizeClass, claims: Mapping[int, int]) -> None:

@@ -28,6 +28,7 @@ from kvd.core.keys import (
 from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.backlog import Backlog
+from kvd.core.model.by_deadline import ByDeadline
 from kvd.core.model.extents import FreeExtents
 from kvd.core.model.gone import GoneBlocks
 from kvd.core.model.index import Index
@@ -353,6 +354,7 @@ class State:
         self.in_time: OrderedDict[TransferId, Transfer] = OrderedDict()
         self.late: OrderedDict[TransferId, Transfer] = OrderedDict()
         self.hand_offs: dict[tuple[SessionId, RequestId], HandOff] = {}
+        self.hand_off_ends: ByDeadline[HandOff] = ByDeadline()  # of those
         self.handed_off: dict[int, list[HandOff]] = {}  # by slot
         # How many running pieces and waits each has: it is not forgotten meanwhile.
         self.in_flight: dict[ScopeId, int] = {}
@@ -372,9 +374,7 @@ class State:
         self.next_namespace = self.next_scope = 1
         self.blocks_made_ready = 0  # by this incarnation and, as far as records say, by others
         self.requests = 0  # that were given a number
-        self.next_transfer = 1
-        self.next_filling = 1
-        self.next_lease = 1
+        self.next_transfer = self.next_filling = self.next_lease = 1
 
     def tenant(self, tenant: TenantId) -> Tenant:
         found = self.tenants.get(tenant)

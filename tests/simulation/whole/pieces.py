@@ -46,6 +46,7 @@ _BOUNDS: list[tuple[Any, str]] = [
     (expiry, "ROWS_AT_ONCE"),
     (expiry, "ROWS_TO_GO_AT_ONCE"),
     (hand_off, "MAX_EXPIRED_AT_ONCE"),
+    (hand_off, "MAX_LATE_AT_ONCE"),
     (lease, "EXPIRED_AT_ONCE"),
     (lease, "LEASES_LOOKED_AT"),
     (page_mending, "PIECES_AT_ONCE"),
