@@ -182,6 +182,33 @@ def test_what_was_found_stays_while_its_engine_only_waits(
     daemon.end()
 
 
+def test_leases_of_a_daemon_that_comes_back_with_shorter_ones_are_renewed_in_their_time(
+    tmp_path: Path, shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = DaemonProcess(tmp_path, shared_directory)
+    daemon.flags["lease-ttl-ms"] = 60_000
+    daemon.start()
+    memory, prompt, steps = Memory(daemon.socket), keys(15, 4), list[StepDraft]()
+    memory.batches.options = BatchOptions(lease_s=60.0)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    daemon.kill()
+    daemon.flags["lease-ttl-ms"] = 1000
+    daemon.start()
+    assert memory.batches.wait_usable(10.0)
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    send = memory.batches._connection.send_step
+
+    def noted(step: StepDraft) -> bool:
+        steps.append(step)
+        return send(step)
+
+    monkeypatch.setattr(memory.batches._connection, "send_step", noted)
+    wait_until(lambda: len(steps) >= 3)
+    memory.close()
+    daemon.end()
+
+
 def test_without_a_thread_leases_are_not_renewed_and_all_else_works(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
