@@ -24,6 +24,10 @@ class InTurn(Generic[Owner, Thing]):
     def __iter__(self) -> Iterator[Thing]:
         return chain.from_iterable(self._of.values())
 
+    def owners(self) -> list[Owner]:
+        """Those that have any."""
+        return list(self._of)
+
     def add(self, owner: Owner, things: Iterable[Thing]) -> None:
         """These wait, too; there is one at least."""
         self._of.setdefault(owner, deque()).extend(things)

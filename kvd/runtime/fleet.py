@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ from kvd.core import events as ev
 from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import LimitExceeded, UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
+from kvd.core.in_turn import InTurn
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
 from kvd.core.lifecycle import step
 from kvd.core.shares import Bound, Shares
@@ -153,9 +154,9 @@ class MoverFleet:
         self._movers: dict[MoverId, FleetMover] = {}  # but for those that are GONE
         self._shares = Shares(Bound(MOVERS, MAX_MOVERS, MAX_MOVERS_OF_USER, field="rank"))
         self._starts = StartsInTurn()
-        # By user; tiers' under None. Users take turns. A future among them is somebody who waits
-        # until those before it are handled.
-        self._reports: OrderedDict[int | None, deque[Report]] = OrderedDict()
+        # Of users; tiers' of None. A future among them is somebody who waits until those before it
+        # are handled.
+        self._reports: InTurn[int | None, Report] = InTurn()
 
     async def start(
         self,
@@ -367,7 +368,7 @@ class MoverFleet:
         Users take turns: then only those who have much to wait for are not heard yet.
         """
         loop = asyncio.get_running_loop()
-        handled = {user: loop.create_future() for user in self._reports}
+        handled = {user: loop.create_future() for user in self._reports.owners()}
         for user, each in handled.items():
             self.report(each, user)
         if handled:
@@ -376,14 +377,13 @@ class MoverFleet:
     def report(self, event: Report, user: int | None = None) -> None:
         """Post events one by one, with turns of the loop between them: movers say much at once,
         and small calls must not wait for all of it, nor one user's movers for another's."""
-        self._reports.setdefault(user, deque()).append(event)
+        self._reports.add(user, [event])
         self._turns.do_in_turn(self._post_next)
 
     def _post_next(self) -> None:
-        user, reports = self._reports.popitem(last=False)
-        first = reports.popleft()
-        if reports:
-            self._reports[user] = reports  # behind the other users
+        taken = self._reports.take()
+        assert taken is not None, "each has asked for a turn"
+        _, first = taken
         if isinstance(first, ev.MoverGone):
             self._bury(first)
         elif not isinstance(first, asyncio.Future):
@@ -410,7 +410,7 @@ class MoverFleet:
         found.move(FleetStage.ENDED)
         found.process = None
         gone = ev.MoverGone(mover, reason)
-        if found.owner.uid in self._reports:
+        if found.owner.uid in self._reports.owners():
             self.report(gone, found.owner.uid)
         else:
             self._bury(gone)
