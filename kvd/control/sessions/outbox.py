@@ -66,7 +66,9 @@ class Outbox:
             self._end_delay()
 
     def _end_delay(self) -> None:
-        self.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._late is not None:
             late, self._late = self._late, None
             self.put(pb.SessionResponse(jobs_ended=late))
@@ -94,12 +96,6 @@ class Outbox:
         held, self._held = self._held or [], None
         for ended in held:
             self.put_ended(ended)
-
-    def close(self) -> None:
-        """Let no timer go off any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     async def write_all(self, context: Context) -> None:
         """Write until cancelled. Waits as long as the client doesn't read."""
