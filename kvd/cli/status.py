@@ -328,7 +328,7 @@ def namespace_lines(status: operator_pb2.StatusResponse) -> Iterator[str]:
 def found(told: operator_pb2.LookupFigures) -> str:
     """How much of what engines looked for they found."""
     if not told.blocks:
-        return "untold"
+        return "not told yet"
     return f"{told.blocks_found / told.blocks:.1%} of {told.blocks} blocks"
 
 

@@ -112,9 +112,16 @@ class Unauthenticated(KvdError):
 
 
 class Draining(KvdError):
-    """The daemon is about to stop and takes nothing new."""
+    """An operator drained the daemon, or it is about to stop: it takes nothing new."""
 
     reason = "DRAINING"
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(
+            message
+            or "the daemon drains: it takes no new sessions, ranks and stores until `kvd undrain`"
+            " or its next start"
+        )
 
 
 # Reasons of an InvalidArgument: which limit a field is beyond.

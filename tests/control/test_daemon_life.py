@@ -434,7 +434,12 @@ def test_an_operators_drain_refuses_sessions_and_says_not_serving() -> None:
         stub = health_stub(operator.channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=25)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        operator.close()
+        late = RawScheduler(running.socket, identity=identity("late"))
+        with pytest.raises(grpc.RpcError) as refused:
+            late.next("opened")
+        assert "until `kvd undrain`" in str(refused.value)  # it is not about to stop
+        for each in (late, operator):
+            each.close()
 
 
 def test_a_caller_without_rights_is_refused() -> None:

@@ -47,7 +47,7 @@ def test_waste_is_refused_with_the_setting_and_what_is_left_is_said() -> None:
         for each in (taken, status):
             each.close()
         log = running.log.read_text()
-        assert "namespace 1; of its extents no block uses 2.3%" in log
+        assert "namespace 1; its blocks leave 2.3% of their extents unused" in log
         assert "fewer than 32" not in log
 
 

@@ -149,7 +149,7 @@ def is_absence(error: grpc.RpcError) -> bool:
 
 
 def is_draining(error: grpc.RpcError) -> bool:
-    """Whether the daemon said that it is about to stop."""
+    """Whether the daemon said that it drains."""
     trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
     return any(key == DETAILS_KEY and DRAINING in value for key, value in trailing)
 

@@ -54,7 +54,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.RegisterRankResponse:
         peer = self._peers.behind(context, Role.WORKER)
         if self._common.draining:
-            raise Draining("the daemon is about to stop")
+            raise Draining
         descriptors.require_room()
         peer.require_registration()
         check_identity(request.identity)

@@ -359,7 +359,7 @@ class SessionContext:
         One of the same engine is not counted: this one takes its place, or is refused for its sake.
         """
         if self.draining:
-            raise Draining("the daemon is about to stop")
+            raise Draining
         mine = (peer.uid, engine_id)
         users = [
             live.peer.uid
@@ -415,7 +415,7 @@ class SessionContext:
             session.end("its ranks could not be attached")
             raise
         log.info(
-            "session %d: engine %r, namespace %d; of its extents no block uses %s",
+            "session %d: engine %r, namespace %d; its blocks leave %s of their extents unused",
             number,
             live.engine_id,
             live.namespace,
