@@ -312,6 +312,18 @@ def test_a_daemon_with_flags_of_its_own_is_judged_by_its_own_pool(
 
 
 @pytest.mark.usefixtures("quiet")
+def test_a_daemon_whose_socket_was_removed_is_to_be_restarted_not_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with daemon() as running:
+        Path(running.socket).unlink()
+        assert main(["doctor", "--socket", running.socket]) == 3
+        said = capsys.readouterr().out
+        assert "somebody removed it" in said
+        assert "systemctl restart kvd" in said
+
+
+@pytest.mark.usefixtures("quiet")
 def test_flags_of_a_daemon_count_before_a_file_of_another_pool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -230,6 +230,12 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             " who connects again and again",
             "stop what connects so often, and wait; the daemon's log says when (journalctl -u kvd)",
         )
+    elif not config.socket.exists() and _is_answered(on):
+        yield Diagnosis(
+            "socket",
+            f"a daemon runs, and {config.socket} is not there: it begins, or somebody removed it",
+            "wait until it has begun; if it has, restart it (systemctl restart kvd)",
+        )
     else:
         yield Diagnosis(
             "socket",
