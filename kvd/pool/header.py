@@ -83,11 +83,18 @@ def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]
         return None, "the pool's header is damaged"
     if found.boot_id != wanted.boot_id:
         return found, "the machine was started anew since"
-    for name in ("extents", "extent_bytes", "record_bytes"):
-        before, now = getattr(found, name), getattr(wanted, name)
-        if before != now:
-            return found, f"the pool was made with {name} = {before}, configured is {now}"
+    before, now = _extents_of(found), _extents_of(wanted)
+    if before != now:
+        return found, f"the pool was made with {before}; pool_bytes and extent_bytes give {now} now"
+    if found.record_bytes != wanted.record_bytes:
+        return found, (
+            f"the pool has records of {found.record_bytes} bytes, this kvd of {wanted.record_bytes}"
+        )
     return found, ""
+
+
+def _extents_of(header: PoolHeader) -> str:
+    return f"{header.extents} extents of {header.extent_bytes / (1 << 20):.12g} MiB"
 
 
 def standing_extent_bytes(config: PoolConfig) -> int:

@@ -59,7 +59,10 @@ def test_another_pool_size_is_warm_where_it_makes_as_many_extents(shared_directo
     with opened(chosen(shared_directory, 7 * MIB)) as pool:
         assert (pool.cold_reason, pool.extent_bytes, pool.extents) == ("", 3 * MIB, 2)
     with opened(chosen(shared_directory, 16 * MIB)) as pool:
-        assert pool.cold_reason == "the pool was made with extents = 2, configured is 4"
+        assert pool.cold_reason == (
+            "the pool was made with 2 extents of 3 MiB;"
+            " pool_bytes and extent_bytes give 4 extents of 4 MiB now"
+        )
         assert pool.extent_bytes == 4 * MIB
     with opened(chosen(shared_directory, 5 * MIB)) as pool:
         assert pool.extents == 1
@@ -71,7 +74,7 @@ def test_a_size_that_is_set_counts_whatever_is_there(shared_directory: Path) -> 
         pass
     with opened(replace(config, extent_bytes=MIB, extent_bytes_chosen=False)) as pool:
         assert pool.extent_bytes == MIB
-        assert "extents = 2" in pool.cold_reason
+        assert "made with 2 extents" in pool.cold_reason
 
 
 @pytest.mark.parametrize("damage", ["nothing", "empty", "no header", "huge", "a pipe", "a link"])

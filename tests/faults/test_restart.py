@@ -55,7 +55,7 @@ def test_pool_that_can_not_be_used_starts_cold_and_says_why(stocked: tuple[Scene
     starts_cold(scene, engine, "header is damaged")
     stop(scene)
     scene.daemon.pool_bytes *= 2
-    starts_cold(scene, engine, "extents = 32, configured is 64")
+    starts_cold(scene, engine, "pool_bytes and extent_bytes give 64 extents")
 
 
 def stop(scene: Scene) -> None:
