@@ -134,6 +134,9 @@ class Event:
         self._is_set = True
         self._threads.news()
 
+    def clear(self) -> None:
+        self._is_set = False
+
     def wait(self, timeout: float | None = None) -> bool:
         return self._threads.wait_until(self.is_set, timeout)
 
