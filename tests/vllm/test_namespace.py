@@ -253,6 +253,23 @@ def test_the_longest_request_counts_only_where_positions_depend_on_it(
     assert digest("linear", 1024) == digest("linear", 2048)
 
 
+def test_how_tokens_are_drawn_counts_only_where_models_compute_by_it(
+    base: Configuration,
+) -> None:
+    def digest(*, tempers: bool, **drawn: Any) -> str:
+        def change(vllm_config: Any) -> None:
+            if tempers:
+                vllm_config.model_config.hf_config.attn_temperature_tuning = True
+            vllm_config.model_config.override_generation_config = drawn
+
+        return config_digest(changed(base, change).vllm)
+
+    as_written = digest(tempers=True)
+    assert digest(tempers=True, attn_temperature_tuning=False) != as_written
+    assert digest(tempers=True, temperature=0.5) == as_written
+    assert digest(tempers=False, attn_temperature_tuning=False) == digest(tempers=False)
+
+
 def test_long_names_stay_within_a_fields_limit_and_apart(base: Configuration) -> None:
     names = ["m" * 300 + end for end in "ab"]
     made = [setting("model_config.model", name)(base).model for name in names]

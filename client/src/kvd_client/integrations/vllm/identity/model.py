@@ -30,6 +30,9 @@ CACHE_SETTINGS = ("kv_sharing_fast_prefill", "swa_bounded_replay")
 DIFFUSION_SETTINGS = ("canvas_length", "max_denoising_steps")
 # The drafter's keys and values are in the cache too, and its hashes may look a token ahead.
 SPECULATIVE_SETTINGS = ("disable_lookahead_block_hashes", "method", "quantization")
+# Of what says how tokens are drawn, what a model of vLLM takes for a part of its layers: Llama 4
+# whether attention has a temperature, those that denoise when they have done so.
+GENERATION_SETTINGS = ("attn_temperature_tuning", "max_denoising_steps", "stability_threshold")
 # vLLM chooses other position factors by the longest request it admits.
 ROPE_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 
@@ -43,6 +46,9 @@ def config_digest(vllm_config: Any) -> str:
     diffusion = getattr(vllm_config, "diffusion_config", None)
     if diffusion is not None:
         described["diffusion"] = _pick(diffusion, DIFFUSION_SETTINGS)
+    if diffusion is not None or _may_temper(vllm_config.model_config):
+        drawn = _generation_settings(vllm_config.model_config)
+        described |= {"generation": drawn} if drawn else {}
     speculative = vllm_config.speculative_config
     if speculative is not None:
         described["speculative"] = _pick(speculative, SPECULATIVE_SETTINGS)
@@ -80,8 +86,19 @@ def depends_on_length(model_config: Any) -> bool:
         return True
     if str(getattr(model_config, "architecture", "")).startswith("Transformers"):
         return True
-    fields = shaping_fields(model_config.hf_config)
-    return "attn_temperature_tuning" in _names(fields) or bool(ROPE_BY_LENGTH & _rope_types(fields))
+    rope_types = _rope_types(shaping_fields(model_config.hf_config))
+    return _may_temper(model_config) or bool(ROPE_BY_LENGTH & rope_types)
+
+
+def _may_temper(model_config: Any) -> bool:
+    """Whether attention may have a temperature that grows with the position, as Llama 4's has."""
+    return "attn_temperature_tuning" in _names(shaping_fields(model_config.hf_config))
+
+
+def _generation_settings(model_config: Any) -> dict[str, Any]:
+    """As vLLM's models have them: by `generation_config.json`, and what was given over that."""
+    given = model_config.try_get_generation_config() | model_config.override_generation_config
+    return {name: given[name] for name in GENERATION_SETTINGS if name in given}
 
 
 def _names(value: Any) -> set[str]:
