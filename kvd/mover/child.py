@@ -6,6 +6,7 @@ worker rings or control goes away, which ends the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import queue
@@ -209,7 +210,8 @@ class MoverLoop:
 
     def _copy_all(self, kind: JobKind) -> None:
         if kind is JobKind.STORE:
-            os.nice(STORE_NICENESS)  # on Linux of this thread alone
+            with contextlib.suppress(PermissionError):  # a sandbox: it copies all the same
+                os.nice(STORE_NICENESS)  # on Linux of this thread alone
         while True:
             place = FirstInLine(self._lines[kind])
             transfer = self._queue.take(kind)

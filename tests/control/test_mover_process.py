@@ -34,6 +34,13 @@ from tests.control.mover_rig import (
 )
 
 ABANDONED = TransferOutcome.ABANDONED
+# As a filter of system calls without @resources has it.
+NO_NICENESS = """
+import os
+def nice(increment):
+    raise PermissionError(1, "Operation not permitted")
+os.nice = nice
+"""
 DONE, FAILED, REVOKED = TransferOutcome.DONE, TransferOutcome.FAILED, TransferOutcome.REVOKED
 
 
@@ -445,3 +452,17 @@ async def test_a_movers_stores_leave_scarce_processors_to_others_and_its_loads_d
         found = nices()
         assert len(found) >= 4, "one listens, two copy, one warms"
         assert found[:-1] == [0] * (len(found) - 1)
+
+
+@on_loop
+async def test_a_mover_that_may_not_be_nicer_stores_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_NICENESS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [5]))
+        worker.ring.mark_ready([1])
+        assert await r.sink.outcome(1) is DONE
