@@ -25,6 +25,19 @@ from tests.faults.scene import MakeScene, Scene, links, target
 from tests.waiting import wait_until
 
 LIMIT = 400
+# No connection can be taken while there is a file of this name; each try is a byte of another.
+FULL = """
+import pathlib, socket
+here, accept = pathlib.Path(__file__).parent, socket.socket.accept
+def try_to_accept(listener):
+    if not (here / "full").exists():
+        return accept(listener)
+    with (here / "tries").open("a") as tries:
+        tries.write(".")
+    raise OSError(23, "Too many open files in system")
+socket.socket.accept = try_to_accept
+"""
+MOST_TRIES = 50  # in a second; without a pause they are thousands
 
 
 @pytest.fixture
@@ -213,6 +226,23 @@ def test_connections_to_the_api_without_end_leave_the_daemon_whole(
         scene.status()
     assert engine.load("a", 8) == 8
     assert scene.status().state == "ready"
+
+
+def test_connection_that_can_not_be_taken_is_tried_now_and_then_and_served_later(
+    own_scene: MakeScene, patched: Patched, tmp_path: Path
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(FULL)
+    scene.daemon.start()
+    full, tries = tmp_path / "full", tmp_path / "tries"
+    full.touch()
+    with socket.socket(socket.AF_UNIX) as waits:
+        waits.connect(f"{scene.daemon.socket}.companion")
+        wait_until(tries.exists, "the first try")
+        time.sleep(1)
+        assert tries.stat().st_size < MOST_TRIES
+        full.unlink()
+        assert scene.status().state == "ready"  # who came later is served, too
 
 
 def test_mover_that_dies_when_no_file_can_be_opened_is_replaced_later(

@@ -56,6 +56,7 @@ MAX_PENDING_FDS = 4  # received but not named by a message yet
 MAX_UNSENT_MESSAGES = 64  # a client that doesn't read is dropped
 MESSAGES_AT_ONCE = 16  # of a client that sent many together: half a millisecond
 HELLO_SECONDS = 5.0
+ACCEPT_PAUSE_SECONDS = 0.2  # where no connection can be taken, as without a descriptor for it
 PROGRAM_BYTES = 256
 _LENGTH = struct.Struct("<I")
 # All that Linux lets a message have (SCM_MAX_FD): what does not fit it closes at once, which may
@@ -125,7 +126,11 @@ class CompanionServer:
         listener.setblocking(False)
         self._listener = listener
         self.closer.begin()
-        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+        self._take_connections()
+
+    def _take_connections(self) -> None:
+        if self._listener is not None:  # it may have been closed in a pause
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -136,6 +141,9 @@ class CompanionServer:
                 return
             except OSError as error:  # out of descriptors: those who wait may come later
                 log.warning("can't accept a companion connection: %s", error)
+                loop = asyncio.get_running_loop()  # it would call again at once, as they still wait
+                loop.remove_reader(self._listener.fileno())
+                loop.call_later(ACCEPT_PAUSE_SECONDS, self._take_connections)
                 return
             connected.setblocking(False)
             connection = CompanionConnection(self, connected, user_of(connected))
