@@ -8,6 +8,7 @@ So the daemon looks at how much it holds rather than at what it was sent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from kvd.linux import calls, proc
@@ -56,7 +57,11 @@ class MemoryReturn:
             self._timer = None
 
     def _look(self) -> None:
-        held = self._held()
+        try:
+            held = self._held()
+        except OSError:  # no descriptor is left to look with, now
+            self._go_on()
+            return
         self._least = min(self._least, held)
         self._looks += 1
         if held > self._last + GROWN_BYTES:
@@ -74,7 +79,8 @@ class MemoryReturn:
         task.add_done_callback(lambda _: self._gave_back(held, has_grown))
 
     def _gave_back(self, before: int, had_grown: bool) -> None:
-        self._last = self._held()
+        with contextlib.suppress(OSError):  # likewise: what was there before counts
+            self._last = self._held()
         self._least = min(self._least, self._last)
         if had_grown:
             gave = before - self._last > GROWN_BYTES

@@ -6,6 +6,7 @@ of another release than its control, and the two might misread each other.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ import kvd
 import kvd_proto
 
 CODE = (".py", ".so")
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _VERSION = re.compile(r'^__version__ = "([^"]+)"', re.MULTILINE)
 
 
@@ -39,7 +41,7 @@ class Release:
     def require_unchanged(self) -> None:
         """ReleaseChangedError where other code lies there now; nothing if none was remembered.
 
-        The same code, installed again, is no other.
+        The same code, installed again, is no other. Another OSError: it can't be read just now.
         """
         if self._marks is None:
             return
@@ -65,7 +67,8 @@ class Release:
         for file in self._files():
             try:
                 found = file.stat()
-            except OSError:  # on its way out
+            except OSError as error:
+                _require_no_shortage(error)
                 continue
             marks[file.path] = (found.st_ino, found.st_size, found.st_mtime_ns)
         return marks
@@ -79,11 +82,18 @@ class Release:
         for path in sorted(file.path for file in self._files()):
             try:
                 content = Path(path).read_bytes()
-            except OSError:
+            except OSError as error:
+                _require_no_shortage(error)
                 continue
             digest.update(f"{path}\0{len(content)}\0".encode())
             digest.update(content)
         return digest.digest()
+
+
+def _require_no_shortage(error: OSError) -> None:
+    """Raise an error that tells nothing of the file; else it is on its way out."""
+    if error.errno in _SHORTAGES:
+        raise error
 
 
 def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
@@ -91,7 +101,8 @@ def _files_below(folder: str) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             entries = list(found)
-    except OSError:  # on its way out
+    except OSError as error:
+        _require_no_shortage(error)
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):

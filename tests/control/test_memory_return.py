@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 from typing import Any
 
@@ -47,6 +48,31 @@ async def test_memory_is_given_back_as_soon_as_there_is_more_of_it() -> None:
     held[0] *= 2
     await asyncio.sleep(0.05)
     assert len(given) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_memory_is_given_back_after_a_time_without_a_descriptor_to_look_with() -> None:
+    looks = itertools.count()
+    given_back = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def held() -> int:
+        match next(looks):
+            case 0:
+                return 100 << 20
+            case 1 | 2 | 4:  # two in a row, and the one after it was given back
+                raise OSError(errno.EMFILE, "Too many open files")
+        return 200 << 20
+
+    def give_back() -> None:
+        loop.call_soon_threadsafe(given_back.set)
+
+    back = memory_return.MemoryReturn(give_back, held)
+    back.begin()
+    for _ in range(2):
+        await asyncio.wait_for(given_back.wait(), 60)
+        given_back.clear()
+    back.close()
 
 
 @pytest.mark.usefixtures("quick")

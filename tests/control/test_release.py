@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,19 @@ def test_another_release_is_refused_by_name_and_with_the_fix(installed: Path) ->
             ours.require_unchanged()
     (installed / "__init__.py").write_text('__version__ = "1.0.0"\n')
     ours.require_unchanged()  # it was taken back
+
+
+def test_code_that_can_not_be_read_for_lack_of_descriptors_is_no_other(installed: Path) -> None:
+    ours = remembered(installed)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            ours.require_unchanged()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not isinstance(raised.value, ReleaseChangedError)
+    ours.require_unchanged()
 
 
 @pytest.mark.parametrize("change", ["another size", "same size", "more", "less", "gone"])
