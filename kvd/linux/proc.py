@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd.linux.calls import most_descriptors
+
 PROC = Path("/proc")
 CAP_CHOWN = 1 << 0
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -137,10 +139,15 @@ def let_end_sooner(pid: int, more: int) -> None:
 
 
 def count_own_descriptors() -> int:
-    """How many descriptors this process has open."""
+    """How many descriptors this process has open; as many as it may where none is left to look."""
     directory = PROC / "self" / "fd"
     # The directory's size is the number of descriptors since Linux 6.2, and 0 before.
-    return directory.stat().st_size or sum(1 for _ in directory.iterdir())
+    try:
+        return directory.stat().st_size or sum(1 for _ in directory.iterdir())
+    except OSError as error:
+        if error.errno not in _SHORT:
+            raise
+        return most_descriptors()
 
 
 def locker_of(path: Path) -> int | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvd.linux.proc import mapped_inodes, mounts, start_time_of, state_of
+from kvd.linux.proc import count_own_descriptors, mapped_inodes, mounts, start_time_of, state_of
 from tests.small_tmpfs import small_tmpfs
 
 NAMES = [b"\xff", b"a\x0cb", b"\xe2\x80\xa8", b") R 1 1"]  # the third is a separator of lines
@@ -22,6 +24,21 @@ def test_mounts_are_known_whatever_one_is_called(tmp_path: Path, name: bytes) ->
     with small_tmpfs(tmp_path / os.fsdecode(name), 1 << 20):
         [found] = {mount.point for mount in mounts()} - before
         assert os.fsencode(found).endswith(name.replace(b" ", b"\\040"))
+
+
+def test_descriptors_are_counted_though_none_is_left_to_look_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before Linux 6.2, too, which does not tell the number as the size of the directory."""
+    most, limit = 3, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with monkeypatch.context() as old_kernel:
+        old_kernel.setattr(Path, "stat", lambda _: SimpleNamespace(st_size=0))
+        assert count_own_descriptors() >= most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit[1]))
+        try:
+            assert count_own_descriptors() == most
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 @pytest.mark.parametrize("name", NAMES)
