@@ -52,6 +52,7 @@ from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
 from kvd.processes import release
 from kvd.processes.complaints import finds_no_thread, why_no_thread
+from kvd.processes.launch import require_pidfds
 from kvd.runtime.driver import Driver
 from kvd.runtime.probes import native_probes
 from kvd.runtime.threads import NoThread, require_threads
@@ -411,6 +412,7 @@ def serve(config: Config, read: Callable[[], Config]) -> int:
         descriptors.raise_limit()
         descriptors.require_enough()
         require_threads()
+        require_pidfds()
 
         async def run() -> int:
             return await Daemon(Reloader(config, read), floods).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -35,6 +36,22 @@ class Launched:
         self.end.close()
         self.child.kill()
         self.child.wait()
+
+
+def require_pidfds() -> None:
+    """OSError with the fix where the kernel or a sandbox lets no process be watched.
+
+    Then no engine could have a mover.
+    """
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS):  # a shortage, which may be over soon
+            raise
+        raise OSError(
+            f"the daemon may not watch its movers ({error.strerror}): let it call pidfd_open(2), in"
+            " its seccomp profile, SystemCallFilter or sandbox"
+        ) from None
 
 
 def launch(room: str, fds: Iterable[int], changes: Mapping[str, str]) -> Launched:

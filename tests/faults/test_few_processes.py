@@ -63,6 +63,18 @@ def test_a_start_that_then_finds_no_thread_for_the_pool_names_the_limits(
     assert "Traceback" not in log_of(scene)
 
 
+def test_a_daemon_that_may_not_watch_its_movers_says_so_and_does_not_start(
+    own_scene: MakeScene, patched: Patched
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(NO_PIDFDS)
+    scene.daemon.launch()
+    wait_until(lambda: scene.daemon.has_ended, "its end", 60.0)
+    assert "(Function not implemented): let it call pidfd_open(2)" in log_of(scene)
+    assert "Traceback" not in log_of(scene)
+    assert not any(scene.daemon.pool.iterdir())
+
+
 def log_of(scene: Scene) -> str:
     return scene.daemon.log.read_text()
 
@@ -107,6 +119,12 @@ def test_verify_and_the_page_of_metrics_say_that_there_is_no_thread(
     assert ask(scene.daemon.socket, 20.0, with_bytes=True).bytes
 
 
+NO_PIDFDS = """
+import os
+def refuse(pid, flags=0):
+    raise OSError(38, "Function not implemented")
+os.pidfd_open = refuse
+"""
 NO_THREADS = """
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
