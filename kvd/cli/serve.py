@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -317,6 +318,7 @@ class Daemon:
     def _ready(self, control: ControlServer) -> None:
         self._control = control
         self.state = "ready"
+        threading.excepthook = _exit_without_thread
         notify("READY=1", f"STATUS=serving on {self.config.socket}")
         log.info(
             "kvd %s serves on %s, incarnation %s",
@@ -340,6 +342,7 @@ class Daemon:
         Their deadlines are kept and systemd hears of life meanwhile.
         """
         self.state = "draining"
+        threading.excepthook = threading.__excepthook__  # it ends by itself now
         control.stopping = True
         may_take_us = int(self.config.drain_seconds * 1e6) + STOP_EXTENSION_US
         notify("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={may_take_us}")
@@ -451,6 +454,13 @@ def _exit_broken(_error: AssertionError) -> None:
     """A daemon that doubts its own state serves nothing. The story is in the log by now."""
     logging.shutdown()
     os._exit(EXIT_BROKEN_INVARIANT)
+
+
+def _exit_without_thread(failure: threading.ExceptHookArgs) -> None:
+    """Better no daemon than one that serves nobody: gRPC takes all calls on a thread of its own."""
+    name = failure.thread.name if failure.thread is not None else "a thread"
+    log.critical("%s ended", name, exc_info=failure.exc_value)
+    _exit_broken(AssertionError("a thread ended"))
 
 
 def _require_going_on(driving: asyncio.Future[Any]) -> None:

@@ -75,6 +75,22 @@ def test_a_daemon_that_may_not_watch_its_movers_says_so_and_does_not_start(
     assert not any(scene.daemon.pool.iterdir())
 
 
+def test_a_daemon_that_lost_a_thread_ends_and_the_next_one_serves(
+    own_scene: MakeScene, patched: Patched, tmp_path: Path
+) -> None:
+    """It can't tell which of gRPC's it can do without."""
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(ENDING_THREAD)
+    scene.daemon.start()
+    scene.forget_caller()
+    (tmp_path / "ends").touch()
+    wait_until(lambda: scene.daemon.has_ended, "its end", 60.0)
+    assert re.search("CRITICAL.*the one that ends ended(\n.*)*MemoryError", log_of(scene))
+    scene.daemon.environment = {}
+    scene.daemon.start()
+    assert scene.status().state == "ready"
+
+
 def log_of(scene: Scene) -> str:
     return scene.daemon.log.read_text()
 
@@ -124,6 +140,14 @@ import os
 def refuse(pid, flags=0):
     raise OSError(38, "Function not implemented")
 os.pidfd_open = refuse
+"""
+ENDING_THREAD = """
+import pathlib, threading, time
+def end():
+    while not (pathlib.Path(__file__).parent / "ends").exists():
+        time.sleep(0.05)
+    raise MemoryError
+threading.Thread(target=end, name="the one that ends", daemon=True).start()
 """
 NO_THREADS = """
 import pathlib
