@@ -159,16 +159,18 @@ class Driver:
 
     def _handle(self, event: Event) -> Any:
         self._handling = True
-        payload = None
+        payload, is_decided = None, False
         try:
-            for order in self.machine.handle(event, self.clock.now_ns()):
+            orders = self.machine.handle(event, self.clock.now_ns())
+            is_decided = True
+            for order in orders:
                 if isinstance(order, act.Reply):
                     payload = order.payload
                 else:
                     self._carry_out(order)
-        except KvdError:
-            raise
         except Exception as error:
+            if isinstance(error, KvdError) and not is_decided:
+                raise  # it refused, and nothing has changed
             # The machine believes in what was not carried out: nothing may be served on that.
             self.on_broken_invariant(event, error, self._story(error))
             raise

@@ -50,7 +50,7 @@ def break_it(running: RunningDaemon, fault: str) -> str:
     running.module = "tests.fakes.broken_daemon"
     running.environment = {"KVD_TEST_FAULT": fault}
     running.start()
-    if fault in {"event", "effect"}:
+    if fault in {"event", "effect", "refusal"}:
         engine = RawEngine(running.socket)
         engine.worker.write(0, block(2))
         engine.scheduler.step(stores=[store_job(1, [2], [0])], end_step=True)
@@ -73,6 +73,7 @@ def break_it(running: RunningDaemon, fault: str) -> str:
     [
         ("event", [*WHERE, "BrokenSlots: a slot was not RESERVED: slots [1]", *STORY]),
         ("effect", [*WHERE, "AssertionError: planted by a test", *STORY]),
+        ("refusal", [*WHERE, "LimitExceeded: planted by a test", *STORY]),
         ("call", ["AssertionError: planted by a test"]),
         ("callback", ["in a callback of the loop", "AssertionError: planted by a test"]),
     ],
