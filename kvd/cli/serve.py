@@ -114,9 +114,12 @@ class Daemon:
             require_bindable(path)
         warn_where_closed(self.config.socket, self.config.socket_group)
         async with contextlib.AsyncExitStack() as stack:
-            http = HttpServer(self._pages(), status_page.HEADERS)
+            pages = self._pages()
+            http = HttpServer(pages, status_page.HEADERS)
             if self.config.http_port:
                 await http.listen(self.config.http_address, self.config.http_port)
+                said = "HTTP on %s, port %d: %s"
+                log.info(said, self.config.http_address, http.port, " ".join(sorted(pages)))
                 stack.push_async_callback(http.close)
             try:
                 pool = await asyncio.to_thread(Pool.open, pool_config(self.config), self._preparing)

@@ -143,6 +143,7 @@ def test_health_pages_answer_and_others_do_not(running: RunningDaemon) -> None:
     with socket.create_connection(("127.0.0.1", PORT), 5) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert b"there are /healthz /metrics /readyz /status " in raw.makefile("rb").read()
+    assert f"port {PORT}: /healthz /metrics /readyz /status " in running.log.read_text()
     with socket.create_connection(("127.0.0.1", PORT), 5) as raw:
         raw.sendall(b"POST /metrics HTTP/1.1\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 405")
