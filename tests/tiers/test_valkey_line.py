@@ -30,7 +30,7 @@ from kvd.tiers.valkey.line import (
     Room,
     ServerRefusal,
 )
-from kvd.tiers.valkey.names import SLOTS
+from kvd.tiers.valkey.names import MAX_PIECES_TOLD, SLOTS, NameBook
 from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, count_in
 from kvd.tiers.valkey.store import ValkeyStore
 from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, source
@@ -371,6 +371,33 @@ def test_slots_that_can_not_be_end_no_watch(
         with pytest.raises(TierError):
             servers.refresh()
         assert servers.homes() == [server.address]
+
+
+def record_of_length(length: int) -> bytes:
+    return b"kvS1" + (8).to_bytes(4, "little") + bytes(8) + length.to_bytes(8, "little")
+
+
+@needs_server
+def test_a_record_of_a_length_that_can_not_be_costs_its_block_alone(server: ValkeyServer) -> None:
+    with opened(server) as store:
+        name = store._book.record_name(key(1))
+        record = record_of_length((1 << 64) - 1)
+        (home,) = store._servers.homes()
+        store._servers.run(home, [["SET", name, record]], soon())
+        keep(store, [1, 2])
+        assert has(store, 1)
+        assert has(store, 2)
+        store._servers.run(home, [["SET", name, record]], soon())
+        store.delete([key(1), key(2)], soon())
+        assert server.call("DBSIZE") == ":0\r\n"
+
+
+def test_the_most_pieces_that_a_record_may_tell_of_are_named() -> None:
+    book = NameBook("kvd", 1 << 20)
+    most = MAX_PIECES_TOLD << 20
+    assert book.suffixes_told(record_of_length(most)) == book.shape((most,)).suffixes
+    assert book.suffixes_told(record_of_length(most + 1)) == ()
+    assert book.suffixes_told(record_of_length(1 << 10)) == book.shape((1 << 10,)).suffixes == ()
 
 
 @needs_server

@@ -17,7 +17,6 @@ from typing import Any
 from kvd.tiers.gang import Flow, Gang
 from kvd.tiers.sealing import (
     has_lengths_of,
-    lengths_in,
     prove_all,
     record_in,
     sound_records_of,
@@ -176,9 +175,7 @@ class Moves:
 
     def _names_of(self, move: Move, record: bytes) -> list[bytes]:
         """Names of the pieces that a record is of."""
-        lengths = lengths_in(record)
-        shape = self._book.shape(lengths) if lengths else None
-        return [move.name + suffix for suffix in shape.suffixes] if shape else []
+        return [move.name + suffix for suffix in self._book.suffixes_told(record)]
 
     def _write_unit(self, unit: Unit, deadline: float) -> None:
         """The pieces, and then the records of those that have no piece elsewhere."""

@@ -15,10 +15,11 @@ import binascii
 import hashlib
 from dataclasses import dataclass
 
-from kvd.tiers.sealing import record_bytes
+from kvd.tiers.sealing import lengths_in, record_bytes
 from kvd.tiers.store import TierBlock, TierKey
 
 SLOTS = 16384
+MAX_PIECES_TOLD = 16384  # of one block, as a record that is found tells of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,25 @@ class NameBook:
             for part, length in enumerate(() if is_one else lengths)
             for begin in range(0, length, step)
         )
-        kind = hashlib.blake2b(repr((lengths, step)).encode(), digest_size=6).hexdigest()
-        suffixes = tuple(f"{kind}.{number}".encode() for number in range(len(spans)))
+        suffixes = self._suffixes(lengths, len(spans))
         if len(self._shapes) >= 1024:  # as many as kinds of blocks; more are of no honest daemon
             self._shapes.clear()
         self._shapes[lengths] = shape = BlockShape(suffixes, spans)
         return shape
+
+    def suffixes_told(self, record: bytes) -> tuple[bytes, ...]:
+        """Of the names of the pieces that a record tells of. Anybody may have written it: none
+        where it is no record, or tells of more than can be."""
+        lengths = lengths_in(record)
+        if lengths is None or record_bytes(len(lengths)) + sum(lengths) <= self._value_bytes:
+            return ()
+        count = sum([-(-length // self._value_bytes) for length in lengths])
+        return self._suffixes(lengths, count) if count <= MAX_PIECES_TOLD else ()
+
+    def _suffixes(self, lengths: tuple[int, ...], count: int) -> tuple[bytes, ...]:
+        taken = repr((lengths, self._value_bytes)).encode()
+        kind = hashlib.blake2b(taken, digest_size=6).hexdigest()
+        return tuple(f"{kind}.{number}".encode() for number in range(count))
 
     def begin_of_scope(self, scope: bytes) -> bytes:
         """What all names of scopes that begin with these bytes begin with."""

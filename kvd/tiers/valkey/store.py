@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvd.tiers.gang import Gang, require_time
-from kvd.tiers.sealing import lengths_in, record_bytes, record_in
+from kvd.tiers.sealing import record_bytes, record_in
 from kvd.tiers.store import (
     Found,
     Outcome,
@@ -201,8 +201,7 @@ class ValkeyStore:
             heads = self._servers.heads(home, some, deadline)
             commands: list[Command] = []
             for name, head in zip(some, heads, strict=True):
-                lengths = lengths_in(record_in(head))
-                suffixes = self._book.shape(lengths).suffixes if lengths else ()
+                suffixes = self._book.suffixes_told(record_in(head))
                 commands.append(["UNLINK", name, *(name + suffix for suffix in suffixes)])
             _require_done(self._servers.run(home, commands, deadline, changes=True))
 
