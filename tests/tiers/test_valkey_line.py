@@ -354,6 +354,7 @@ def test_a_call_that_broke_leaves_no_answer_to_the_next(server: ValkeyServer) ->
         *(5, None, b"x", [5], [[0, 1]], [[-1, 5, [b"a", 1]]], [[0, SLOTS, [b"a", 1]]]),
         *([[0, 1, [b"a", 0]]], [[0, 1, [b"a", 1 << 16]]], [[0, 1, [b"a", b"1"]]]),
         *([[0, 1, [5, 1]]], [[0, 1, [b"\xff", 1]]]),
+        [[0, SLOTS - 1, [b"a", 1]], [7, 7, [b"b", 1]]],
     ],
 )
 def test_slots_that_can_not_be_end_no_watch(

@@ -495,9 +495,13 @@ def _is_login(errors: Sequence[TierError]) -> bool:
 def _slots_of(ranges: Answer, asked: Home) -> tuple[list[Home], list[Home]]:
     """Who has which slot, and all who have any. TierError where that is not what was said."""
     slots, homes = [NOBODY] * SLOTS, []
+    left = SLOTS  # each slot has one server
     try:
         for begin, end, (named, port, *_), *_ in ranges:
             if not (0 <= begin <= end < SLOTS and 0 < port < 1 << 16):
+                raise ValueError
+            left -= end + 1 - begin
+            if left < 0:
                 raise ValueError
             host = named.decode() if named else asked.rpartition(":")[0]
             slots[begin : end + 1] = [f"{host}:{port}"] * (end + 1 - begin)
