@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -146,6 +147,20 @@ class Elsewhere(Handler):
 
     def do_HEAD(self) -> None:
         self._answer()
+
+
+class Endless(Handler):
+    """Says at once of each list that there is more, and names nothing; there are no objects."""
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Answering)
+        self.server.asked += 1
+        more = "<IsTruncated>true</IsTruncated><NextContinuationToken>1</NextContinuationToken>"
+        said = f"<?xml version='1.0'?><ListBucketResult>{more}</ListBucketResult>".encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
 
 
 @pytest.fixture(autouse=True)
@@ -399,4 +414,20 @@ def test_nothing_is_cleared_where_a_page_for_people_answers_for_the_bucket(
         store.delete_scopes([of], soon())
     with pytest.raises(TierError):
         store.delete([key(1)], soon())
+    store.close()
+
+
+def test_a_list_without_an_end_ends_at_the_deadline(answering: Answering, tmp_path: Path) -> None:
+    answering.RequestHandlerClass, answering.status = Endless, 404
+    options = options_of(answering.server_port, tmp_path)
+    haste = {"request_timeout_seconds": 0.2, "connect_timeout_seconds": 0.2}
+    store = S3Store({**options, **haste})  # which asks for one name
+    assert answering.asked > 2
+    with pytest.raises(TierError, match="before the bucket had named all"):
+        store.delete_scopes([ONE], time.monotonic() + 0.3)
+    asked = answering.asked
+    time.sleep(0.1)
+    assert answering.asked <= asked + 1, "it is asked for more though nobody waits"
+    assert store.exists([key(1)], soon()) == [Found.ABSENT], "it is not silent"
+    assert store.usage().errors == {TierReason.TIMEOUT: 1}
     store.close()

@@ -10,6 +10,7 @@ a call.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import logging
@@ -106,7 +107,7 @@ class Bucket:
     def meet(self) -> None:
         """Look whether it may be used. TierUnusable where not; who is away is met later."""
         try:
-            for _ in self.names(self._options.prefix, at_once=1):
+            for _ in self.names(self._options.prefix, self._a_while(), at_once=1):
                 break
         except TierError as error:
             if error.reason is TierReason.REFUSED:
@@ -216,11 +217,20 @@ class Bucket:
 
     # -- names --------------------------------------------------------------------------------
 
-    def names(self, below: str, at_once: int = LISTED_AT_ONCE) -> Iterator[list[str]]:
-        """All names below one, some at once."""
+    def names(
+        self, below: str, deadline: float, at_once: int = LISTED_AT_ONCE
+    ) -> Iterator[list[str]]:
+        """All names below one, some at once. TierTimeout where the next ones come too late."""
         with _answered(self):
-            for some in obstore.list(self._objects, below, chunk_size=at_once):
+            listed = obstore.list(self._objects, below, chunk_size=at_once)
+            while some := asyncio.run(_next_of(listed, deadline)):
                 yield [each["path"] for each in some]
+
+    def _a_while(self) -> float:
+        """Until when a request has had its time."""
+        options = self._options
+        seconds = options.connect_timeout_seconds + options.request_timeout_seconds
+        return time.monotonic() + seconds
 
     def require_bucket(self) -> None:
         """TierError where what answers is none. Asked before it counts that it lists nothing.
@@ -480,6 +490,20 @@ def _translated(error: Exception) -> TierError:
     if "error sending request" in whole or "onnect" in whole:
         return TierError(said, TierReason.UNREACHABLE)
     return TierError(said, TierReason.IO_ERROR)
+
+
+async def _next_of(listed: Any, deadline: float) -> Any:
+    """The next names of a list, none at its end. TierTimeout.
+
+    A bucket may say again and again that there are more, and name none: each such answer is in
+    time, and only who can be told to stop stops at the deadline.
+    """
+    try:
+        return await asyncio.wait_for(anext(listed), deadline - time.monotonic())
+    except StopAsyncIteration:
+        return ()
+    except TimeoutError:
+        raise TierTimeout("the deadline passed before the bucket had named all") from None
 
 
 def _first_line(error: Exception) -> str:

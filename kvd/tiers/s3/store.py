@@ -155,7 +155,7 @@ class S3Store:
         while left:
             left = False
             self._bucket.take_turn(deadline)
-            for names in self._bucket.names(below):
+            for names in self._bucket.names(below, deadline):
                 self._bucket.take_turn(deadline)
                 mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
                 if mine:
