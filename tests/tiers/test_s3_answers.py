@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -25,9 +26,10 @@ from kvd.tiers.store import (
     TierReason,
     TierUnusable,
 )
-from tests.tiers.contract import ONE, key, read, soon, source
+from tests.tiers.contract import ONE, key, read, soon, source, target
 from tests.tiers.valkey_rig import free_ports
 
+FLOOD_MIB = 256
 NAME = "kvd/ab403cd507/401"
 
 
@@ -161,6 +163,25 @@ class Endless(Handler):
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
+
+
+class Flooding(Handler):
+    """Of an object of 100 bytes, asked for its beginning, it sends a MiB again and again."""
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Answering)
+        is_flood = "Range" in self.headers
+        self.send_response(206 if is_flood else 200)
+        if is_flood:
+            self.send_header("Content-Range", "bytes 0-99/100")
+        self.send_header("Content-Length", str(FLOOD_MIB << 20 if is_flood else 100))
+        self.send_header("ETag", "1")
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(FLOOD_MIB if is_flood else 0):
+                self.wfile.write(bytes(1 << 20))
+                self.server.asked += 1
 
 
 @pytest.fixture(autouse=True)
@@ -431,3 +452,12 @@ def test_a_list_without_an_end_ends_at_the_deadline(answering: Answering, tmp_pa
     assert store.exists([key(1)], soon()) == [Found.ABSENT], "it is not silent"
     assert store.usage().errors == {TierReason.TIMEOUT: 1}
     store.close()
+
+
+def test_of_an_objects_beginning_no_more_is_taken_than_was_asked_for(
+    answering: Answering, tmp_path: Path
+) -> None:
+    answering.RequestHandlerClass = Flooding
+    of = bucket(answering.server_port, tmp_path)
+    assert of.read(NAME, target(key(1), 8)) is Outcome.FAILED
+    assert answering.asked < FLOOD_MIB // 2

@@ -154,7 +154,7 @@ class Bucket:
                 return
             self._hear_at = now + HEAR_SECONDS
         with contextlib.suppress(TierError, FileNotFoundError):
-            self._ask_for(obstore.get_range, name, start=0, end=1)
+            self._head(name, 1)
 
     def write(self, name: str, block: TierBlock) -> Outcome:
         """DONE or DAMAGED; an object of parts of these lengths that is there already stays."""
@@ -195,9 +195,17 @@ class Bucket:
         if not size:
             return False
         end = min(size, record_bytes(MAX_RANKS))
-        record = record_in(bytes(self._ask_for(obstore.get_range, name, start=0, end=end)))
+        record = record_in(self._head(name, end))
         lengths = lengths_in(record)
         return lengths is not None and len(record) + sum(lengths) == size
+
+    def _head(self, name: str, size: int) -> bytes:
+        """So many bytes of its beginning: no more are taken, whatever comes."""
+        found = self._ask_for(obstore.get, name, options={"range": (0, size)})
+        head = bytearray(size)
+        with _answered(self):
+            _scatter(found.stream(READ_BYTES), [memoryview(head)])
+        return bytes(head)
 
     def _put(self, name: str, content: list[Any], mode: Any, *expected: type[OSError]) -> None:
         with _answered(self, *expected) as asked:
@@ -210,7 +218,7 @@ class Bucket:
             meta = self._ask_for(obstore.head, name)
             if meta["size"] != size + block.nbytes:
                 return False
-            record = bytes(self._ask_for(obstore.get_range, name, start=0, end=size))
+            record = self._head(name, size)
         except FileNotFoundError:
             return False
         return has_lengths_of(record, block)
