@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -156,3 +157,14 @@ def test_a_deletion_waits_for_writes_of_the_process_before(
         a_minute_later(another)
         another.delete_scopes([of], soon())
         assert not server.names
+
+
+@pytest.mark.parametrize("below", ["", f"{ONE[:NAMESPACE_BYTES].hex()}/", "one/two/"])
+def test_a_folder_that_somebody_made_keeps_no_deletion_from_its_end(
+    server: LateBucket, store: S3Store, below: str
+) -> None:
+    assert write(store, source(key(1), b"1" * 4096)) == [Outcome.DONE]
+    folder = f"kvd/{below}"
+    server.names.add(folder)
+    store.delete_scopes([b""], time.monotonic() + 5.0)
+    assert server.names == {folder}

@@ -125,9 +125,14 @@ class Bucket:
         return self._below(scope) if len(scope) == SCOPE_BYTES else self._options.prefix
 
     def is_of(self, name: str, scope: bytes) -> bool:
-        """Whether an object is of a scope that begins with these bytes."""
+        """Whether an object is a block, and of a scope that begins with these bytes.
+
+        Also somebody's folder is an object: it is listed without the slash that its name ends in,
+        and nobody can remove it by that.
+        """
         below = name.removeprefix(self._options.prefix + "/").split("/")
-        return "".join(below[:-1]).startswith(scope.hex())
+        own = "".join(below[:-1])
+        return len(own) == 2 * SCOPE_BYTES and own.startswith(scope.hex())
 
     def _below(self, scope: bytes) -> str:
         parts = [scope[:NAMESPACE_BYTES].hex(), scope[NAMESPACE_BYTES:].hex()]
