@@ -214,6 +214,15 @@ def test_no_request_shows_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -
     assert shown == [SHADOWED_AT_ONCE]
 
 
+def test_a_request_that_uses_its_blocks_for_ever_takes_no_more_memory() -> None:
+    duel = Duel(("lru",), lambda: 64, make_policy)
+    duel.fit()
+    tags, marks = np.arange(1, 33, dtype=np.uint64), np.zeros(32, np.uint16)
+    for _ in range(1000):
+        duel.use(tags, marks, Sight(1, 1))
+    assert sum(each.size for each in duel._under_way) == 64
+
+
 def test_window_counts_what_each_of_its_requests_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """One policy finds much at first, the other a little at last, as each window goes."""
     slots = 64

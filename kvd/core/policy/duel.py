@@ -110,6 +110,7 @@ class Duel:
         self._shadows: list[Shadow] = []
         self._sight = Sight()
         self._under_way: list[U64] = []
+        self._to_show = 0  # so many are in there
         self._start_scoring()
 
     def _start_scoring(self) -> None:
@@ -162,16 +163,20 @@ class Duel:
         if sight.request != self._sight.request or not sight.request:
             self._show()
             self._sight = sight
-        sampled = np.flatnonzero(marks < self._below)
+        left = min(SHADOWED_AT_ONCE, max(1, self.shadow_slots)) - self._to_show
+        if left <= 0:  # one request may use its blocks for ever
+            return
+        sampled = np.flatnonzero(marks < self._below)[:left]
         if sampled.size:
             self._under_way.append(tags[sampled])
+            self._to_show += int(sampled.size)
 
     def _show(self) -> None:
         """Show what the last request used."""
         if not self._under_way:
             return
-        tags = np.concatenate(self._under_way)[: min(SHADOWED_AT_ONCE, max(1, self.shadow_slots))]
-        self._under_way = []
+        tags = np.concatenate(self._under_way)
+        self._under_way, self._to_show = [], 0
         _, first = np.unique(tags, return_index=True)
         tags = tags[np.sort(first)]
         for number, shadow in enumerate(self._shadows):
