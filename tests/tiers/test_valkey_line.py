@@ -31,7 +31,8 @@ from kvd.tiers.valkey.line import (
     ServerRefusal,
 )
 from kvd.tiers.valkey.names import MAX_PIECES_TOLD, SLOTS, NameBook
-from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, count_in
+from kvd.tiers.valkey.options import ValkeyOptions
+from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, Servers, count_in
 from kvd.tiers.valkey.store import ValkeyStore
 from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, source
 from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
@@ -420,6 +421,18 @@ def test_counts_that_can_not_be_end_no_watch(
             servers._look()
         usage = store.usage()
         assert (usage.blocks, usage.bytes, usage.capacity_bytes, usage.evicted_blocks) == (0,) * 4
+
+
+def test_a_server_that_is_heard_of_while_notes_are_made_costs_none() -> None:
+    servers = Servers(ValkeyOptions.of({"addresses": ["127.0.0.1:1"]}))
+
+    class Said(dict[str, str]):
+        def get(self, word: str, other: str = "") -> str:  # type: ignore[override]
+            servers.told[f"{word}:{len(servers.told)}"] = {}
+            return super().get(word, other)
+
+    servers.told = {"one": Said(maxmemory="0")}
+    assert "a server has no maxmemory" in str(servers.notes)
 
 
 def test_the_largest_number_that_a_server_may_say_is_told() -> None:

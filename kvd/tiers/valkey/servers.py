@@ -145,8 +145,9 @@ class Servers:
             notes.append("no server answers")
         elif NOBODY in self._slots:
             notes.append(f"{self._slots.count(NOBODY)} of the cluster's slots have no server")
-        policies = {said.get("maxmemory_policy", "") for said in self.told.values()}
-        if any(said.get("maxmemory") == "0" for said in self.told.values()):
+        told = list(self.told.values())  # at once: the watch may hear of another server meanwhile
+        policies = {said.get("maxmemory_policy", "") for said in told}
+        if any(said.get("maxmemory") == "0" for said in told):
             notes.append("a server has no maxmemory: it grows until the machine has no more")
         if "noeviction" in policies and not self._options.ttl_seconds:
             notes.append("a server's maxmemory-policy is noeviction: when it is full, it stays so")
