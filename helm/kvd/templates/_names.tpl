@@ -1,14 +1,19 @@
+{{- /* A name in so many letters: what is cut off may begin behind a dot or a dash, which end no name. */ -}}
+{{- define "kvd.cut" -}}
+{{- regexReplaceAll "[-.]+$" (index . 0 | trunc (index . 1)) "" -}}
+{{- end -}}
+
 {{- define "kvd.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- include "kvd.cut" (list (default .Chart.Name .Values.nameOverride) 63) -}}
 {{- end -}}
 
 {{- define "kvd.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" -}}
+{{- include "kvd.cut" (list .Values.fullnameOverride 63) -}}
 {{- else if contains (include "kvd.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 63 | trimSuffix "-" -}}
+{{- include "kvd.cut" (list .Release.Name 63) -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "kvd.name" .) | trunc 63 | trimSuffix "-" -}}
+{{- include "kvd.cut" (list (printf "%s-%s" .Release.Name (include "kvd.name" .)) 63) -}}
 {{- end -}}
 {{- end -}}
 
@@ -28,7 +33,7 @@ kvd/engine-of: {{ include "kvd.fullname" . | quote }}
 {{- if eq .Values.mode "sidecar" -}}
 {{ include "kvd.selectorLabels" . }}
 {{- else -}}
-app.kubernetes.io/name: {{ include "kvd.name" . | trunc 56 | trimSuffix "-" }}-engine
+app.kubernetes.io/name: {{ include "kvd.cut" (list (include "kvd.name" .) 56) }}-engine
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 app.kubernetes.io/component: engine

@@ -1,0 +1,58 @@
+"""What the cluster would refuse of a release is made as it takes it, or refused with its field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.deploy.test_chart import chart, helm
+
+__all__ = ["chart"]
+
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+LABEL = re.compile("([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+ALL_OBJECTS: dict[str, Any] = {
+    "engine": {"enabled": True},
+    "networkPolicy": {"enabled": True},
+    "metrics": {
+        name: {"enabled": True}
+        for name in ("service", "serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
+    },
+}
+
+
+def documents(chart: helm.Chart, values: dict[str, Any], release: str = "demo") -> list[Any]:
+    import yaml
+
+    chart.validate_schema(values)
+    made = chart.render(values, name=release, namespace="caches")
+    texts = [text for path, text in made.items() if not path.endswith(".txt")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+@pytest.mark.parametrize("cut", [".more", "--more"])
+@pytest.mark.parametrize("room", [52, 55, 57, 62])
+def test_no_name_ends_where_kubernetes_lets_none_end(
+    chart: helm.Chart, cut: str, room: int
+) -> None:
+    name = "n" * room + cut
+    for values in ({"fullnameOverride": name}, {"nameOverride": name}):
+        for made in documents(chart, ALL_OBJECTS | values, "a.release--of-53-letters" + "r" * 29):
+            metadata = made["metadata"]
+            assert NAME.fullmatch(metadata["name"])
+            template = made["spec"].get("template") if "spec" in made else None
+            pods = template["metadata"]["labels"] if template else {}
+            for value in [*metadata["labels"].values(), *pods.values()]:
+                assert LABEL.fullmatch(value)
+                assert len(value) <= 63
+
+
+@pytest.mark.parametrize("name", ["a..b", "a.-b", "a-.b", "a.", ".a"])
+@pytest.mark.parametrize("field", ["nameOverride", "fullnameOverride"])
+def test_a_name_that_kubernetes_does_not_take_is_refused(
+    chart: helm.Chart, field: str, name: str
+) -> None:
+    with pytest.raises(helm.HelmValuesError, match=field):
+        chart.validate_schema({field: name})
