@@ -56,3 +56,10 @@ def test_a_name_that_kubernetes_does_not_take_is_refused(
 ) -> None:
     with pytest.raises(helm.HelmValuesError, match=field):
         chart.validate_schema({field: name})
+
+
+@pytest.mark.parametrize("field", ["user", "group"])
+def test_a_number_of_a_user_is_one_that_kubernetes_takes(chart: helm.Chart, field: str) -> None:
+    chart.validate_schema({field: 2**31 - 1})
+    with pytest.raises(helm.HelmValuesError, match=field):
+        chart.validate_schema({field: 2**31})
