@@ -13,6 +13,11 @@ __all__ = ["chart"]
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 LABEL = re.compile("([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+DISK: dict[str, Any] = {
+    "name": "disk",
+    "kind": "disk",
+    "volumes": [{"hostPath": {"path": "/data1"}}],
+}
 ALL_OBJECTS: dict[str, Any] = {
     "engine": {"enabled": True},
     "networkPolicy": {"enabled": True},
@@ -63,3 +68,13 @@ def test_a_number_of_a_user_is_one_that_kubernetes_takes(chart: helm.Chart, fiel
     chart.validate_schema({field: 2**31 - 1})
     with pytest.raises(helm.HelmValuesError, match=field):
         chart.validate_schema({field: 2**31})
+
+
+@pytest.mark.parametrize(("name", "key"), [("417", "2026"), ("true", "no"), ("7e3", "a.b-C_d")])
+def test_a_secret_may_be_named_like_a_number(chart: helm.Chart, name: str, key: str) -> None:
+    tier = DISK | {"secretFiles": {"password_file": {"name": name, "key": key}}}
+    (daemons,) = (m for m in documents(chart, {"tiers": [tier]}) if m["kind"] == "DaemonSet")
+    volumes = daemons["spec"]["template"]["spec"]["volumes"]
+    (secrets,) = (volume["projected"]["sources"] for volume in volumes if "projected" in volume)
+    items = [{"key": key, "path": "password_file"}]
+    assert secrets == [{"secret": {"name": name, "items": items}}]

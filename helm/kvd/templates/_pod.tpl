@@ -162,7 +162,7 @@
     defaultMode: 0444 # of root's; nobody but the daemon is in the container
     sources:
       {{- range $option, $key := $tier.secretFiles }}
-      - secret: {name: {{ $key.name }}, items: [{key: {{ $key.key }}, path: {{ $option }}}]}
+      - secret: {name: {{ $key.name | quote }}, items: [{key: {{ $key.key | quote }}, path: {{ $option | quote }}}]}
       {{- end }}
 {{- end }}
 {{- end }}
