@@ -27,6 +27,12 @@ ALL_OBJECTS: dict[str, Any] = {
     },
 }
 
+NO_PROBES = {
+    "startup": {"periodSeconds": None, "failureThreshold": None},
+    "liveness": {"periodSeconds": None, "timeoutSeconds": None, "failureThreshold": None},
+    "readiness": {"periodSeconds": None, "timeoutSeconds": None, "failureThreshold": None},
+}
+
 
 def documents(chart: helm.Chart, values: dict[str, Any], release: str = "demo") -> list[Any]:
     import yaml
@@ -78,3 +84,28 @@ def test_a_secret_may_be_named_like_a_number(chart: helm.Chart, name: str, key: 
     (secrets,) = (volume["projected"]["sources"] for volume in volumes if "projected" in volume)
     items = [{"key": key, "path": "password_file"}]
     assert secrets == [{"secret": {"name": name, "items": items}}]
+
+
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_a_page_size_with_nothing_behind_it_is_none(chart: helm.Chart, mode: str) -> None:
+    nothing = {"mode": mode, "pool": {"hugePages": {"size": None}}}
+    assert documents(chart, nothing) == documents(chart, {"mode": mode})
+
+
+def test_probes_may_be_left_to_kubernetes(chart: helm.Chart) -> None:
+    (without,) = (
+        made["spec"]["template"]["spec"]["containers"][0]
+        for made in documents(chart, {"probes": NO_PROBES})
+        if made["kind"] == "DaemonSet"
+    )
+    for name in NO_PROBES:
+        assert without[f"{name}Probe"].keys() == {"httpGet"}
+
+
+def test_an_update_strategy_with_nothing_behind_a_key_is_the_clusters(chart: helm.Chart) -> None:
+    documents(chart, {"updateStrategy": {"rollingUpdate": {"maxSurge": None}}})
+
+
+def test_an_engines_image_without_a_tag_is_refused(chart: helm.Chart) -> None:
+    with pytest.raises(helm.HelmValuesError, match="missing property 'tag'"):
+        documents(chart, {"engine": {"enabled": True, "image": {"tag": None}}})

@@ -72,14 +72,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- /* Pool, unless it lies in huge pages; tables (1/28 of it) and index pages (1/64); headroom. */ -}}
 {{- define "kvd.memory" -}}
 {{- $pool := int .Values.pool.sizeGiB -}}
-{{- $common := ternary 0 $pool (ne .Values.pool.hugePages.size "") -}}
+{{- $common := ternary 0 $pool (not (empty .Values.pool.hugePages.size)) -}}
 {{- printf "%dGi" (add $common (div $pool 19) 1 (int .Values.pool.headroomGiB)) -}}
 {{- end -}}
 
 {{- /* Size of the tmpfs: tables, reserve and, unless they lie in huge pages, the blocks. */ -}}
 {{- define "kvd.tmpfsMiB" -}}
 {{- $pool := mul (int .Values.pool.sizeGiB) 1024 -}}
-{{- $common := ternary 0 $pool (ne .Values.pool.hugePages.size "") -}}
+{{- $common := ternary 0 $pool (not (empty .Values.pool.hugePages.size)) -}}
 {{- add $common (div $pool 28) 64 -}}
 {{- end -}}
 
@@ -130,7 +130,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and (eq .Values.mode "sidecar") (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "mode is sidecar, and the cluster is Kubernetes %s: only 1.29 and later know native sidecars, and the pod would wait for its daemon's end; set mode to daemonset" .Capabilities.KubeVersion.Version) -}}
 {{- end -}}
-{{- $surge := toString (dig "rollingUpdate" "maxSurge" 0 .Values.updateStrategy) -}}
+{{- $surge := toString (default 0 (dig "rollingUpdate" "maxSurge" 0 .Values.updateStrategy)) -}}
 {{- if and (eq .Values.mode "daemonset") (not (has $surge (list "0" "0%"))) -}}
 {{- fail (printf "updateStrategy.rollingUpdate.maxSurge is %s: a node's new daemon can't have the pool, which the old one keeps until the new one is ready; set it to 0" $surge) -}}
 {{- end -}}

@@ -91,10 +91,14 @@
   {{- if eq .Values.mode "daemonset" }}
   startupProbe:
     httpGet: {path: /healthz, port: http}
-    {{- toYaml .Values.probes.startup | nindent 4 }}
+    {{- with .Values.probes.startup }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   readinessProbe:
     httpGet: {path: /readyz, port: http}
-    {{- toYaml .Values.probes.readiness | nindent 4 }}
+    {{- with .Values.probes.readiness }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- else }}
   # A native sidecar: it starts before the engine and ends after it. It has no probe of its readiness,
   # for an engine is ready without its cache, too.
@@ -102,7 +106,9 @@
   {{- end }}
   livenessProbe:
     httpGet: {path: /healthz, port: http}
-    {{- toYaml .Values.probes.liveness | nindent 4 }}
+    {{- with .Values.probes.liveness }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   securityContext:
     {{- include "kvd.containerSecurityContext" . | nindent 4 }}
   resources:
