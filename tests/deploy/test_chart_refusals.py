@@ -109,3 +109,22 @@ def test_an_update_strategy_with_nothing_behind_a_key_is_the_clusters(chart: hel
 def test_an_engines_image_without_a_tag_is_refused(chart: helm.Chart) -> None:
     with pytest.raises(helm.HelmValuesError, match="missing property 'tag'"):
         documents(chart, {"engine": {"enabled": True, "image": {"tag": None}}})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"updateStrategy": {"rollingupdate": {}}}, "rollingupdate"),
+        ({"updateStrategy": {"rollingUpdate": {"maxUnavailabel": 2}}}, "maxUnavailabel"),
+        ({"updateStrategy": {"type": "Recreate"}}, "/updateStrategy/type"),
+        ({"resources": {"limts": {"cpu": 4}}}, "limts"),
+        ({"engine": {"resources": {"limits": {}, "request": {}}}}, "request"),
+        ({"extraEnv": [{"name": "TZ", "value": 1}]}, "/extraEnv/0/value"),
+        ({"engine": {"extraEnv": [{"name": "HF_OFF", "value": True}]}}, "/engine/extraEnv/0/value"),
+    ],
+)
+def test_what_is_misspelt_or_of_another_type_is_named(
+    chart: helm.Chart, wrong: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(helm.HelmValuesError, match=named):
+        chart.validate_schema(wrong)
