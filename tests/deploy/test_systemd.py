@@ -317,5 +317,14 @@ def test_it_reloads_restarts_whatever_ended_it_and_does_not_try_wrong_settings_a
     assert settings["RestartPreventExitStatus"] == "2"
 
 
+@pytest.mark.parametrize("unit", ["kvd.service", "kvd-gateway.service"])
+def test_what_never_comes_up_is_not_started_for_ever(unit: str) -> None:
+    """Five starts in 10 s, systemd's own limit, are too many for one that fails in a second."""
+    limits, settings = sections(unit)["Unit"], service(unit)
+    slow_start_s = 10
+    tries_take_s = int(limits["StartLimitBurst"]) * (int(settings["RestartSec"]) + slow_start_s)
+    assert tries_take_s < int(limits["StartLimitIntervalSec"])
+
+
 def test_a_mover_that_the_kernel_ended_for_lack_of_memory_takes_no_daemon_along() -> None:
     assert service()["OOMPolicy"] == "continue"
