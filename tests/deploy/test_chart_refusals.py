@@ -106,9 +106,22 @@ def test_an_update_strategy_with_nothing_behind_a_key_is_the_clusters(chart: hel
     documents(chart, {"updateStrategy": {"rollingUpdate": {"maxSurge": None}}})
 
 
-def test_an_engines_image_without_a_tag_is_refused(chart: helm.Chart) -> None:
-    with pytest.raises(helm.HelmValuesError, match="missing property 'tag'"):
-        documents(chart, {"engine": {"enabled": True, "image": {"tag": None}}})
+@pytest.mark.parametrize(
+    ("nothing", "named"),
+    [
+        ({"mode": None}, "mode"),
+        ({"runDirectory": None}, "runDirectory"),
+        ({"pool": {"hugePages": {"size": "2Mi", "hostPath": None}}}, "hostPath"),
+        ({"engine": {"enabled": True, "model": None}}, "model"),
+        ({"engine": {"enabled": True, "shmGiB": None}}, "shmGiB"),
+        ({"engine": {"enabled": True, "image": {"tag": None}}}, "tag"),
+    ],
+)
+def test_a_value_that_must_be_there_is_named_where_nothing_is_behind_it(
+    chart: helm.Chart, nothing: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(helm.HelmValuesError, match=f"missing property '{named}'"):
+        chart.validate_schema(nothing)
 
 
 @pytest.mark.parametrize(
