@@ -220,6 +220,7 @@ def test_ends_that_nobody_asked_about_are_kept_up_to_a_bound_and_the_oldest_goes
     ledger.take(BoardRecord(job, 1, 1, 4096, 1) for job in range(1, MAX_UNASKED + 1))
     assert ledger.begin([1], Half.STORE, None) == []
     assert [end.done for end in ledger.take_ended()] == [True]
+    ledger.told()
     ledger.take(BoardRecord(job, 1, 1, 4096, 1) for job in (1, MAX_UNASKED + 1))
     ledger.begin([2, 3], Half.STORE, None)  # nothing is known of 2, and there is no daemon
     assert [(end.job_id, end.done) for end in ledger.take_ended()] == [(2, False), (3, True)]

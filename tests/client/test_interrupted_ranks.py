@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from kvd_client import EngineIdentity, Fragment, GroupLayout, SharedMemory, Worker
+from kvd_client.scheduler.plan import StepPlan
 from kvd_client.worker.rank_memory import RegisteredMemory, take_memory
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
-from tests.client.worker_bench import Bench, MoverStandIn
+from tests.client.worker_bench import FAILED, LOAD, STORE, Bench, MoverStandIn
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -152,3 +156,53 @@ def test_memory_of_which_one_descriptor_is_wrong_leaves_none_open(memory: Shared
     with pytest.raises(OSError, match="descriptor"):
         take_memory([memory, SharedMemory(999_999, 0, BLOCK_BYTES)], [])
     assert descriptors() == before
+
+
+def interrupted_at(count: int, call: Callable[[], object]) -> bool:
+    """Raise where Python looks for signals the `count`th time amid a call; whether it was there."""
+    seen = 0
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen
+        is_lock = getattr(argument, "__name__", "") == "__enter__"  # `with` is entered whole
+        if event in ("call", "c_return") and not is_lock:
+            seen += 1
+            if seen == count:
+                sys.setprofile(None)
+                raise Interrupted
+
+    try:
+        sys.setprofile(look)
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
+def test_no_end_is_lost_wherever_a_handler_raises(
+    mover: MoverStandIn, monkeypatch: pytest.MonkeyPatch, *, dies: bool
+) -> None:
+    bench, registration = Bench(mover), mover.registration
+    monkeypatch.setattr(registration, "close", lambda: None)  # it is lost again and again
+    for count in itertools.count(1):
+        load, store, refused = range(3 * count, 3 * count + 3)
+        bench.registrar.current = registration
+        bench.worker.start_loads(StepPlan(loads=(load,)))
+        bench.worker.finish_step(StepPlan(stores=(store, refused)))
+        mover.post(load, LOAD)
+        mover.post(store, STORE, lane=1)
+        if dies:
+            bench.registrar.lose()
+            registration.is_dead = True
+        else:
+            mover.post(refused, STORE, FAILED)
+        was_interrupted = interrupted_at(count, bench.worker.get_finished)
+        if not was_interrupted:
+            assert count > 10
+            return
+        assert sorted(bench.ended()) == [(load, True), (store, True), (refused, False)], count
+        registration.is_dead = False
+        bench.registrar.lost.clear()

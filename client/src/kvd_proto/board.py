@@ -90,19 +90,31 @@ class BoardReader:
         self._map = mmap.mmap(board_fd, layout.BOARD_BYTES, prot=mmap.PROT_READ)
         self._words = np.frombuffer(self._map, dtype=_U64)
         self._seen = [0] * layout.BOARD_LANES
+        self._looked = list(self._seen)  # how far the last look came
 
     def poll(self) -> list[BoardRecord]:
         """Records posted since the last poll, in order within a lane. Empty costs two loads.
 
         Raises BoardOverrun when a lane has gone round since: records are lost for good.
         """
+        found = self.look()
+        if found:
+            self.pass_by()
+        return found
+
+    def look(self) -> list[BoardRecord]:
+        """As `poll`; the next look finds them again until `pass_by` says that they are taken."""
         found: list[BoardRecord] = []
         for lane, seen in enumerate(self._seen):
             tail = int(self._words[_TAILS[lane]])
             if tail != seen:
                 found += self._read(lane, seen, tail)
-                self._seen[lane] = tail
+            self._looked[lane] = tail
         return found
+
+    def pass_by(self) -> None:
+        """What the last look found is taken."""
+        self._seen[:] = self._looked
 
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""

@@ -46,12 +46,14 @@ class JobLedger:
 
     It reports each job once, and none before its plan came, whatever the boards say. A board may
     tell of a job before its plan does (a refusal), and again after it was given up or buried (the
-    daemon's own word, on the next registration's board). Not thread-safe.
+    daemon's own word, on the next registration's board). Where a signal's handler raises, nothing
+    is lost: the same call again goes on from there. Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._open: dict[int, OpenJob] = {}
-        self._ended: list[JobReport] = []
+        self._ended: dict[int, JobReport] = {}  # not reported yet
+        self._reporting: dict[int, JobReport] = {}  # nor do these count as reported before `told`
         self._unasked: dict[int, JobReport] = {}  # of jobs that no plan has named, or no longer
         self._untold: list[tuple[Registration, list[int]]] = []  # for want of room in a ring
 
@@ -64,11 +66,12 @@ class JobLedger:
         """
         begun, now = [], time.monotonic()
         for job_id in job_ids:
-            early = self._unasked.pop(job_id, None)
+            early = self._unasked.get(job_id)
             if early is not None:
-                self._ended.append(early)
+                self._ended[job_id] = early
+                del self._unasked[job_id]
             elif registration is None:
-                self._ended.append(JobReport(job_id, done=False))
+                self._ended[job_id] = JobReport(job_id, done=False)
             else:
                 self._open[job_id] = OpenJob(half, registration, now)
                 begun.append(job_id)
@@ -185,19 +188,28 @@ class JobLedger:
         """What a board says."""
         for job_id, _kind, status, bytes_copied, duration_ns in records:
             left = status == PARTIAL
+            if job_id in self._ended:  # it was taken already
+                self._open.pop(job_id, None)
+                continue
             report = JobReport(job_id, left or status == DONE, bytes_copied, duration_ns, left)
-            if self._open.pop(job_id, None) is not None:
-                self._ended.append(report)
+            if job_id in self._open:
+                self._ended[job_id] = report
+                del self._open[job_id]
                 continue
             self._unasked[job_id] = report
             if len(self._unasked) > MAX_UNASKED:
                 del self._unasked[next(iter(self._unasked))]
 
     def take_ended(self) -> tuple[JobReport, ...]:
-        """Reports since the last call."""
-        ended, self._ended = self._ended, []
-        return tuple(ended)
+        """Reports since `told` was last called."""
+        self._reporting = {**self._reporting, **self._ended}
+        self._ended = {}
+        return tuple(self._reporting.values())
+
+    def told(self) -> None:
+        """Who asked for the reports has them."""
+        self._reporting = {}
 
     def _fail(self, job_id: int, *, given_up: bool = False) -> None:
-        del self._open[job_id]
-        self._ended.append(JobReport(job_id, done=False, given_up=given_up))
+        self._ended[job_id] = JobReport(job_id, done=False, given_up=given_up)
+        self._open.pop(job_id, None)

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvd_client.worker.descriptors import close_all
 from kvd_proto.board import BoardOverrun, BoardReader, BoardRecord
@@ -50,18 +50,22 @@ class Registration:
         """Give a store up: its blocks may be overwritten from now on."""
         self._ring.abandon(job_id)
 
-    def poll(self) -> list[BoardRecord]:
-        """What ended since the last call."""
+    def take_ends(self, take: Callable[[list[BoardRecord]], None]) -> None:
+        """Give away what ended since the last call; again where a signal's handler raised amid it.
+
+        `take` may be given it twice.
+        """
         if self.is_broken or self.is_closed:
-            return []
+            return
         try:
-            records = self._board.poll()
+            records = self._board.look()
         except BoardOverrun:
             self.is_broken = True
-            return []
+            return
         if records:
             self.heard_s = time.monotonic()
-        return records
+            take(records)
+            self._board.pass_by()
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Whether the mover process has ended, waiting for it up to `timeout_s`."""
@@ -89,7 +93,7 @@ class Registration:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Unmap and close. Nothing but `poll` and `close` may be called afterwards.
+        """Unmap and close. Nothing but `take_ends` and `close` may be called afterwards.
 
         `close` again where a signal's handler raised amid it.
         """

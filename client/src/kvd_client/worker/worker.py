@@ -250,7 +250,9 @@ class Worker:
             ended = self._jobs.take_ended()
         if ended:
             self._resting_since_s = None
-        return WorkerReport(self._place.rank, ended)
+        report = WorkerReport(self._place.rank, ended)
+        self._jobs.told()  # last: where a signal's handler raises before, the next call has them
+        return report
 
     def rest(self, *, has_run: bool = False) -> None:
         """For every step, before `get_finished`: where it ran nothing, wait until a job ends here.
@@ -407,10 +409,10 @@ class Worker:
         with self._lock:
             current = registrar.current
             if current is not None:
-                self._jobs.take(current.poll())
+                current.take_ends(self._jobs.take)
             for lost in list(registrar.lost):
                 is_dead = lost.is_dead  # asked before the board: then nothing comes after
-                self._jobs.take(lost.poll())
+                lost.take_ends(self._jobs.take)
                 if is_dead:
                     # In this order: a signal's handler may raise in between.
                     self._jobs.bury(lost)
