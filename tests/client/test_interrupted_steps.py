@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from kvd_client.scheduler.stores import StoreQueue
 from tests.client.content import TOKENS, block_hashes
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
 
 BUILDING = [
     (StoreQueue, "submit"),
@@ -171,3 +172,33 @@ def test_a_request_of_an_interrupted_step_can_end(engine: SmallEngine) -> None:
         engine.scheduler.build_step([ScheduledRequest("r", [table], 4 * TOKENS, hashes)])
     engine.scheduler.request_finished("r", [table])
     engine.step_until_idle()
+
+
+@pytest.mark.parametrize("in_between", ["steps", "ends"])
+def test_an_outcome_that_was_interrupted_comes_with_the_next(
+    engine: SmallEngine, in_between: str
+) -> None:
+    engine.store("s", "prompt", 4)
+    engine.arrive("r", "prompt", 4)
+    table = engine.table(4, 100)
+    engine.start_load("r", engine.match("r"), table)
+    (rank,) = engine.ranks
+    ends = engine.scheduler._ends
+    wait_until(lambda: rank.worker.wait([ends._jobs.last_id], 0.0) == set(), "the load's end")
+
+    class Interrupting(set[str]):
+        def discard(self, _: object) -> None:
+            raise Interrupted
+
+        def difference_update(self, *_: Iterable[object]) -> None:
+            raise Interrupted
+
+    ends.loading_ended = Interrupting()
+    with pytest.raises(Interrupted):
+        engine.scheduler.update_from_workers([rank.worker.get_finished()])
+    ends.loading_ended = set()
+    if in_between == "ends":
+        assert engine.scheduler.request_finished("r", [table]), "an outcome names it yet"
+    assert engine.step()[1].finished_loads == ("r",)
+    assert not ends.loading_ended
+    assert not engine.step()[1].finished_loads

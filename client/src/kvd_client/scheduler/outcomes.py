@@ -46,16 +46,16 @@ class JobEnds:
 
     # -- for the step -----------------------------------------------------------------------
 
+    def will_name(self, request_id: str) -> bool:
+        """Whether the next outcome says how a load of this request has ended."""
+        return request_id in self._finished_loads or request_id in self._failed_loads
+
     def take_outcome(self) -> StepOutcome:
-        outcome = StepOutcome(
-            tuple(self._finished_loads), tuple(self._failed_loads), tuple(self._stored)
-        )
+        finished, failed = self._finished_loads, self._failed_loads
+        outcome = StepOutcome(tuple(finished), tuple(failed), tuple(self._stored))
+        self.loading_ended.difference_update(finished, failed)
+        # Last: where a signal's handler raises before, the next outcome has them.
         self._finished_loads, self._failed_loads, self._stored = [], [], []
-        for request_id in (*outcome.finished_loads, *outcome.failed_loads):
-            self.loading_ended.discard(request_id)
-            request = self._requests.get(request_id)
-            if request is not None:
-                request.awaits_outcome = False
         return outcome
 
     def take_events(self) -> list[StoredKeys]:
@@ -143,7 +143,7 @@ class JobEnds:
         (self._failed_loads if failed else self._finished_loads).append(job.request_id)
         if request is None or request.loading_job != load.first_job:
             return
-        request.loading_job, request.awaits_outcome = 0, True
+        request.loading_job = 0
         if failed:
             # It computes everything now; another lookup could find the same bad block again.
             self._queue.load_failed(request)

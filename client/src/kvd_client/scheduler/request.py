@@ -113,7 +113,6 @@ class Request:
     offer_at: int = 0  # with fewer computed tokens than this there is nothing new to store
     seen_blocks: list[int] = field(default_factory=list)
     loading_job: int = 0
-    awaits_outcome: bool = False  # its load has ended, and the engine does not know yet
     store_jobs: set[int] = field(default_factory=set)
     storing_since_s: float | None = None  # since when they have deferred it
     no_job_since_s: float | None = None  # since when too many in flight have deferred its load

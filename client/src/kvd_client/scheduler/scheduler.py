@@ -389,7 +389,7 @@ class Scheduler:
         self._queue.forget(request)
         self._step.finished.append(request_id)
         self._ending.add(request_id)
-        if request.loading_job or request.awaits_outcome:
+        if request.loading_job or self._ends.will_name(request_id):
             self._ends.loading_ended.add(request_id)
             return True
         tables = [list(table) for table in block_ids]
