@@ -144,13 +144,13 @@ class SimRegistration(Registration):
     def abandon(self, job_id: int) -> None:
         self.process.abandoned.add(job_id)
 
-    def poll(self) -> list[BoardRecord]:
+    def take_ends(self, take: Callable[[list[BoardRecord]], None]) -> None:
         assert not self.is_closed, "a board is read that was closed"
         records = list(self.process.board)
         self.process.board.clear()
         if records:
             self.heard_s = self._threads.loop.now
-        return records
+            take(records)
 
     def wait_dead(self, timeout_s: float) -> bool:
         if not self.is_dead:
