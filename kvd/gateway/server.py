@@ -19,6 +19,9 @@ PING_SECONDS = 60.0
 # Or a tenth more; then whoever calls shows a certificate again: one that has expired since, or is
 # of an authority that is trusted no more, would else be good for as long as calls come.
 CONNECTION_SECONDS = 600.0
+# Threads beside those of calls under way: other calls are refused on them, as many as come. gRPC's
+# own bound on calls would refuse an operator's, while somebody has many refused.
+THREADS_TO_REFUSE = 4
 
 
 def _options() -> tuple[tuple[str, int], ...]:
@@ -42,10 +45,9 @@ def _options() -> tuple[tuple[str, int], ...]:
 def begin(address: str, renewal: Renewal, gateway: Gateway) -> tuple[grpc.Server, int]:
     """Take calls from now on; the server and its port. OSError where that can't be."""
     server = grpc.server(
-        ThreadPoolExecutor(MAX_CALLS_AT_ONCE, thread_name_prefix="gateway"),
+        ThreadPoolExecutor(MAX_CALLS_AT_ONCE + THREADS_TO_REFUSE, thread_name_prefix="gateway"),
         handlers=[gateway],
         options=_options(),
-        maximum_concurrent_rpcs=MAX_CALLS_AT_ONCE,
     )
     try:
         port = server.add_secure_port(address, renewal.credentials())

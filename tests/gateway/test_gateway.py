@@ -418,6 +418,37 @@ def test_who_half_says_many_calls_keeps_no_operator_out(
             assert status_of(stub).process_id == running.pid
 
 
+@contextlib.contextmanager
+def calls_again_and_again(channels: list[grpc.Channel]) -> Iterator[None]:
+    """As many calls as these connections may have; where one ends, the next one begins."""
+    over = threading.Event()
+
+    def call(method: Any) -> None:
+        if not over.is_set():
+            method.future(b"").add_done_callback(lambda _: call(method))
+
+    for channel in channels * MAX_STREAMS:
+        call(unary(channel, "/kvd.v1.OperatorService/Status"))
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def test_who_has_many_calls_refused_keeps_no_operator_out(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    looker, alice = authority.vouch("looker"), authority.vouch("alice")
+    with contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(gateway.channel_of(looker)) for _ in range(8)]
+        stub = stack.enter_context(gateway.called_by(alice))
+        assert status_of(stub).process_id == running.pid
+        with calls_again_and_again(channels):
+            for _ in range(40):
+                assert status_of(stub).process_id == running.pid
+                time.sleep(0.05)
+
+
 def test_a_call_whose_message_does_not_come_gives_its_place_back(
     gateway: GatewayProcess, authority: Authority, running: RunningDaemon
 ) -> None:
