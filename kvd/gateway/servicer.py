@@ -126,8 +126,9 @@ class Gateway(grpc.GenericRpcHandler):
         if not self._places.take(names, operates=operates):
             context.abort(
                 Code.RESOURCE_EXHAUSTED,
-                f"{who} may have {MAX_CALLS_OF_A_CALLER} calls under way at once, and all but"
-                f" operators {MAX_CALLS_AT_ONCE - CALLS_FOR_OPERATORS}",
+                f"{who} may have {MAX_CALLS_OF_A_CALLER} calls under way at once, all but operators"
+                f" {MAX_CALLS_AT_ONCE - CALLS_FOR_OPERATORS}, and all together {MAX_CALLS_AT_ONCE}:"
+                " call again when some have ended",
             )
         try:
             yield

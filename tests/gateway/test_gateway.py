@@ -418,6 +418,25 @@ def test_who_half_says_many_calls_keeps_no_operator_out(
             assert status_of(stub).process_id == running.pid
 
 
+def test_an_operator_beyond_all_places_is_told_how_many_there_are(
+    gateway: GatewayProcess, authority: Authority
+) -> None:
+    lookers = [authority.vouch(name) for name in ("looker", "watcher")]
+    alice, other = authority.vouch("alice"), authority.vouch("other", "ops.example")
+    with contextlib.ExitStack() as stack:
+        calls = [
+            call
+            for caller in (*lookers, alice)
+            for call in stack.enter_context(half_said_calls(gateway, caller, 1))
+        ]
+        refused = len(calls) - MAX_CALLS_AT_ONCE
+        wait_until(lambda: sum(call.done() for call in calls) >= refused, "all places to be taken")
+        with gateway.called_by(other) as stub:
+            error = refusal(stub.Status, pb.StatusRequest())
+    assert error.code is Code.RESOURCE_EXHAUSTED
+    assert f"all together {MAX_CALLS_AT_ONCE}: call again" in error.said
+
+
 @contextlib.contextmanager
 def calls_again_and_again(channels: list[grpc.Channel]) -> Iterator[None]:
     """As many calls as these connections may have; where one ends, the next one begins."""
