@@ -32,7 +32,7 @@ REGISTER_TIMEOUT_S = 30.0  # a new mover touches all of the rank's memory first
 GPU_REGISTER_TIMEOUT_S = 120.0  # the mover loads CUDA and makes a context before it answers
 MAX_GPU_DOUBLINGS = MAX_DOUBLINGS + 1  # an attempt may make a CUDA context there
 MARK_READY_TIMEOUT_S = 5.0
-MAX_MARKING = 64  # calls under way that say ready; more come only from a daemon that hangs
+MAX_MARKING = 12  # calls under way that say ready, of the 16 that a connection may have
 MAX_LOST = 16  # registrations whose last words the worker has not taken; each has descriptors
 LOOK_FOR_ROOM_S = 0.2
 
