@@ -107,6 +107,7 @@ class Daemon:
     async def run(self) -> int:
         """Start, serve until told to stop, stop. The exit status."""
         self._handle_signals()
+        threading.excepthook = _exit_without_thread
         require_group(self.config.socket_group)
         make_directory(self.config.socket, self.config.socket_group)  # the pool takes its time
         refuse_taken(self.config.socket, self.config.companion_socket)
@@ -321,7 +322,6 @@ class Daemon:
     def _ready(self, control: ControlServer) -> None:
         self._control = control
         self.state = "ready"
-        threading.excepthook = _exit_without_thread
         notify("READY=1", f"STATUS=serving on {self.config.socket}")
         log.info(
             "kvd %s serves on %s, incarnation %s",

@@ -174,6 +174,7 @@ def test_a_reply_to_other_keys_than_were_asked_for_is_none_and_its_leases_go_bac
 
 @pytest.mark.parametrize(("later", "sessions"), [(2, 1), (3, 2)])
 def test_refusal_is_understood_of_as_many_steps_as_are_remembered(
+    daemon: DaemonProcess,
     engine: SmallEngine,
     stuck: Stuck,
     monkeypatch: pytest.MonkeyPatch,
@@ -189,7 +190,11 @@ def test_refusal_is_understood_of_as_many_steps_as_are_remembered(
     assert engine.connection.send_step(StepDraft(stores=[wrong]))
     for _ in range(later):
         assert engine.connection.send_step(StepDraft())
+    last = engine.connection._sequence + 1 + later
+    daemon.freeze()  # else it may refuse the first before the others have left
     stuck.let_go()
+    wait_until(lambda: engine.connection._sequence == last, "all steps to leave")
+    daemon.thaw()
     if sessions == 1:
         assert ended(engine, 10_000) is False
     else:

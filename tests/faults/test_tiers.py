@@ -186,7 +186,7 @@ def test_a_store_that_can_not_be_opened_is_tried_again_and_nobody_suffers(tmp_pa
         one = scene.engine("one")
         assert one.store("first", 200) == 200
         assert one.load("first", 200) == 200
-        assert "NoStore" in scene.daemon.log.read_text()
+        wait_until(lambda: "NoStore" in scene.daemon.log.read_text(), "the tier's failure")
         (tier,) = scene.status().tiers
         assert not tier.serving
         assert "NoStore" in tier.problem
