@@ -14,7 +14,7 @@ from kvd.linux.calls import most_descriptors
 
 PROC = Path("/proc")
 CAP_CHOWN = 1 << 0
-_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _stat(pid: int | str) -> list[str]:
     try:
         stat = os.fsdecode((PROC / str(pid) / "stat").read_bytes())
     except OSError as error:
-        if error.errno in _SHORT:
+        if error.errno in SHORTAGES:
             raise
         return []
     # The name in parentheses may hold anything, so count from its end.
@@ -145,7 +145,7 @@ def count_own_descriptors() -> int:
     try:
         return directory.stat().st_size or sum(1 for _ in directory.iterdir())
     except OSError as error:
-        if error.errno not in _SHORT:
+        if error.errno not in SHORTAGES:
             raise
         return most_descriptors()
 

@@ -6,7 +6,6 @@ of another release than its control, and the two might misread each other.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -15,9 +14,9 @@ from pathlib import Path
 
 import kvd
 import kvd_proto
+from kvd.linux.proc import SHORTAGES
 
 CODE = (".py", ".so")
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _VERSION = re.compile(r'^__version__ = "([^"]+)"', re.MULTILINE)
 
 
@@ -92,7 +91,7 @@ class Release:
 
 def _require_no_shortage(error: OSError) -> None:
     """Raise an error that tells nothing of the file; else it is on its way out."""
-    if error.errno in _SHORTAGES:
+    if error.errno in SHORTAGES:
         raise error
 
 

@@ -57,21 +57,28 @@ class Handler(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
-class Curt(Handler):
-    """Whatever is asked, the answer is the server's status alone."""
+class Alike(Handler):
+    """Whatever is asked is answered alike, by `_answer`."""
 
-    def _answer(self) -> None:
-        assert isinstance(self.server, Answering)
-        self.server.asked += 1
+    def _take_all(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):
             return self._answer
         raise AttributeError(name)
+
+
+class Curt(Alike):
+    """Whatever is asked, the answer is the server's status alone."""
+
+    def _answer(self) -> None:
+        assert isinstance(self.server, Answering)
+        self.server.asked += 1
+        self._take_all()
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
 
 class Uneven(Curt):
@@ -87,11 +94,11 @@ class Uneven(Curt):
         self._answer()
 
 
-class Page(Handler):
+class Page(Alike):
     """A page for people stands before the bucket: whatever is asked, it is the answer."""
 
     def _answer(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._take_all()
         page = b"<html><head><title>Soon back</title></head><body><p>Soon</p></body></html>"
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
@@ -100,20 +107,15 @@ class Page(Handler):
         if self.command != "HEAD":
             self.wfile.write(page)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):
-            return self._answer
-        raise AttributeError(name)
-
     def do_HEAD(self) -> None:
         self._answer()
 
 
-class Wordy(Handler):
+class Wordy(Alike):
     """Refuses to take or give an object, and says why; there are none."""
 
     def _answer(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._take_all()
         is_list = "list-type" in self.path
         said = b"<Error><Code>RequestTimeTooSkewed</Code><Message>No.</Message></Error>"
         said = b'<?xml version="1.0" encoding="UTF-8"?>\n' + (b"<L></L>" if is_list else said)
@@ -122,18 +124,13 @@ class Wordy(Handler):
         self.end_headers()
         self.wfile.write(said)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):
-            return self._answer
-        raise AttributeError(name)
 
-
-class Elsewhere(Handler):
+class Elsewhere(Alike):
     """The bucket is in another region: the server's status, and the word that goes with it."""
 
     def _answer(self) -> None:
         assert isinstance(self.server, Answering)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._take_all()
         words = {301: "PermanentRedirect", 400: "AuthorizationHeaderMalformed"}
         said = f"<Error><Code>{words[self.server.status]}</Code></Error>".encode()
         self.send_response(self.server.status)
@@ -141,11 +138,6 @@ class Elsewhere(Handler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(said)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("do_"):
-            return self._answer
-        raise AttributeError(name)
 
     def do_HEAD(self) -> None:
         self._answer()
