@@ -19,15 +19,12 @@ from kvd_client.lookup_calls import SharedCall
 from kvd_client.outgoing import Message
 from kvd_client.worker.registration import Registration
 from kvd_proto.v1 import common_pb2
+from tests.client.interrupts import Interrupted
 from tests.client.test_batches import Memory, keys, leased, memory
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 __all__ = ["memory"]  # a fixture
-
-
-class Interrupted(Exception):
-    """What a signal's handler raises."""
 
 
 class Waiting(deque[SharedCall]):

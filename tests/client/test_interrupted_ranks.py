@@ -18,6 +18,7 @@ from kvd_client.scheduler.plan import StepPlan
 from kvd_client.worker.rank_memory import RegisteredMemory, take_memory
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
+from tests.client.interrupts import Interrupted, interrupted
 from tests.client.worker_bench import FAILED, LOAD, STORE, Bench, MoverStandIn
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -25,10 +26,6 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 BLOCKS, BLOCK_BYTES = 16, 4096
 LAYOUT = GroupLayout(BLOCKS, [Fragment(0, 0, BLOCK_BYTES, BLOCK_BYTES)])
 RANK_THREAD = "kvd-rank"
-
-
-class Interrupted(Exception):
-    """What a signal's handler raises."""
 
 
 @pytest.fixture
@@ -54,23 +51,6 @@ def rank_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == RANK_THREAD]
 
 
-def interrupt(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool, at: int = 1
-) -> None:
-    """Raise once in the place of the `at`th call, or right after it."""
-    original: Callable[..., object] = getattr(owner, name)
-    calls: list[object] = []
-
-    def interrupted(*given: Any, **named: Any) -> object:
-        calls.append(given)
-        answer = original(*given, **named) if after or len(calls) != at else None
-        if len(calls) == at:
-            raise Interrupted
-        return answer
-
-    patch.setattr(owner, name, interrupted)
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name"),
@@ -88,10 +68,8 @@ def test_an_interrupted_registration_leaves_nothing_and_can_be_had_again(
         pytest.skip("nobody has the descriptor then, not even Python")
     worker = Worker(daemon.socket, EngineIdentity("e", bytes(16)))
     before = descriptors()
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, owner, name, after=after)
-        with pytest.raises(Interrupted):
-            worker.register([memory], [LAYOUT])
+    with interrupted(owner, name, after=after):
+        worker.register([memory], [LAYOUT])
     wait_until(lambda: not rank_threads(), "the thread's end")
     wait_until(lambda: descriptors() == before, "the descriptors' end")  # gRPC closes its own later
     worker.register([memory], [LAYOUT])
@@ -120,10 +98,8 @@ def test_an_interrupted_unregistration_is_ended_by_the_next(
     before = descriptors()
     worker.register([memory], [LAYOUT])
     assert worker.wait_registered(PATIENCE_SECONDS), worker.problem
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, owner, name, after=after)
-        with pytest.raises(Interrupted):
-            worker.unregister()
+    with interrupted(owner, name, after=after):
+        worker.unregister()
     assert worker.unregister()
     wait_until(lambda: not rank_threads(), "the thread's end")
     wait_until(lambda: not daemon.movers(), "the mover's end")
@@ -141,11 +117,9 @@ def test_a_dead_movers_channel_is_closed_though_a_handler_raises_amid_it(
     assert registration.wait_dead(PATIENCE_SECONDS)
     ours = {str(registration.pidfd), str(registration._event_fd)}
     path, name = name.split(".")
-    with pytest.MonkeyPatch.context() as patch:
-        owner = os if path == "os" else getattr(registration, path)
-        interrupt(patch, owner, name, after=True, at=at if path == "os" else 1)
-        with pytest.raises(Interrupted):
-            bench.worker.get_finished()
+    owner = os if path == "os" else getattr(registration, path)
+    with interrupted(owner, name, after=True, at=at if path == "os" else 1):
+        bench.worker.get_finished()
     bench.worker.get_finished()
     assert not bench.registrar.lost
     assert not ours & descriptors().keys()

@@ -16,6 +16,7 @@ from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.sent_jobs import SentJob, SentJobs
 from kvd_client.scheduler.stores import StoreQueue
 from tests.client.content import TOKENS, block_hashes
+from tests.client.interrupts import Interrupted, interrupted
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
 from tests.waiting import wait_until
@@ -28,28 +29,12 @@ BUILDING = [
 ]
 
 
-class Interrupted(Exception):
-    """What a signal's handler raises."""
-
-
 @pytest.fixture
 def engine(daemon: DaemonProcess) -> Iterator[SmallEngine]:
     engine = SmallEngine(daemon.socket)
     engine.wait_usable()
     yield engine
     engine.close()
-
-
-def interrupt(patch: pytest.MonkeyPatch, owner: type, name: str, *, after: bool) -> None:
-    """Have this method raise, before or after its work."""
-    whole = getattr(owner, name)
-
-    def interrupted(*args: Any, **named: Any) -> None:
-        if after:
-            whole(*args, **named)
-        raise Interrupted
-
-    patch.setattr(owner, name, interrupted)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -62,10 +47,8 @@ def test_loads_of_an_interrupted_step_fail(
     tokens = engine.match("r")
     table = engine.table(4, 100)
     engine.scheduler.update_state_after_alloc("r", [table], tokens)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, owner, name, after=after)
-        with pytest.raises(Interrupted):
-            engine.scheduler.build_step([])
+    with interrupted(owner, name, after=after):
+        engine.scheduler.build_step([])
     engine.step_until_loaded("r")
     assert engine.failed_loads == {"r"}
     engine.scheduler.request_finished("r", [table])
@@ -81,10 +64,8 @@ def test_stores_of_an_interrupted_step_end(
     engine.arrive("r", "prompt", 4)
     table = engine.table(4, 0)
     engine.scheduler.update_state_after_alloc("r", [table], 0)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, owner, name, after=after)
-        with pytest.raises(Interrupted):
-            engine.scheduler.build_step([ScheduledRequest("r", [table], 4 * TOKENS)])
+    with interrupted(owner, name, after=after):
+        engine.scheduler.build_step([ScheduledRequest("r", [table], 4 * TOKENS)])
     engine.scheduler.request_finished("r", [table])
     engine.step_until_idle()
     engine.store("other", "another", 4, 40)  # no job of before has these blocks
@@ -96,10 +77,8 @@ def test_the_plan_after_an_interrupted_step_flushes_for_it(engine: SmallEngine) 
     engine.scheduler.request_finished("r", [table])
     engine.arrive("next", "another", 4)
     engine.scheduler.update_state_after_alloc("next", [table], 0)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, Fences, "told", after=True)
-        with pytest.raises(Interrupted):
-            engine.scheduler.build_step([])
+    with interrupted(Fences, "told", after=True):
+        engine.scheduler.build_step([])
     assert engine.scheduler.build_step([]).flush
     engine.ready()
     engine.step_until_idle()
@@ -116,10 +95,8 @@ def test_an_interrupted_allocation_loads_nothing(
     engine.arrive("r", "prompt", 4)
     tokens = engine.match("r")
     table = engine.table(4, 100)
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, owner, name, after=after)
-        with pytest.raises(Interrupted):
-            engine.scheduler.update_state_after_alloc("r", [table], tokens)
+    with interrupted(owner, name, after=after):
+        engine.scheduler.update_state_after_alloc("r", [table], tokens)
     assert not engine.step()[0].loads
     assert not engine.scheduler.request_finished("r", [table])
     engine.step_until_idle()
