@@ -24,6 +24,7 @@ from kvd.core.model.job import Filling, Piece, Wait
 from kvd.core.model.size_class import Tally
 from kvd.core.model.slots import SlotState
 from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, SEARCH_BLOCKS, CopyKind, Tier
+from kvd.core.policy import AutoPolicy
 from kvd.core.upkeep import verify
 from kvd.core.upkeep.verify import Finding
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -284,6 +285,9 @@ def _check_tallies(state: State) -> None:
     """Sums that are kept are those of the counts, which `_check_slots` compares with the slots."""
     classes = list(state.classes.values())
     _check_tally(state.tally, classes)
+    chosen = Counter(c.policy.live_name for c in classes if isinstance(c.policy, AutoPolicy))
+    counted = {name: count for name, count in state.live_policies.items() if count}
+    assert counted == chosen, "classes by what auto has chosen"
     for tenant in state.tenants.values():
         _check_tally(tenant.tally, [c for c in classes if c.tenant is tenant])
     for namespace in state.namespaces.values():

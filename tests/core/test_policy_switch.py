@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvd.core import actions as act
@@ -42,3 +44,23 @@ def test_lease_holds_over_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.stored(range(first, first + 6))
     assert bench.statuses(range(4)) == "HHHH"
     bench.release(answer.lease)
+
+
+class _Unwalked(dict[Any, Any]):
+    """Of which some may be taken, and nobody goes through all: there are tens of thousands."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("somebody goes through all size classes")
+
+    keys = values = items = __iter__
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_figures_go_through_no_size_class(policy: str) -> None:
+    bench = small(extents=1, policy=policy)
+    bench.open()
+    bench.stored(range(16))
+    bench.machine.state.classes = _Unwalked(bench.machine.state.classes)
+    figures = bench.machine.statistics()
+    assert figures.policies == ({"turns": 1} if policy == "auto" else {})
+    assert figures.slots.ready == 16

@@ -128,8 +128,11 @@ def evict(
     _count_unwritten(state, owner, victims)
     forget_ready(turn, owner, victims, why)
     if isinstance(owner.policy, AutoPolicy) and (switch := owner.policy.take_switch()):
+        before, after = switch
+        state.live_policies[before] -= 1
+        state.live_policies[after] += 1
         state.counters.policy_switches += 1
-        turn.orders.append(NotePolicySwitch(owner.namespace, owner.group, *switch))
+        turn.orders.append(NotePolicySwitch(owner.namespace, owner.group, before, after))
 
 
 def _count_unwritten(state: State, owner: SizeClass, slots: Slots) -> None:

@@ -344,6 +344,7 @@ class State:
         self.namespaces_of: Counter[str] = Counter()  # by payer
         self.by_fingerprint: dict[str, Namespace] = {}
         self.classes: dict[tuple[NamespaceId, int], SizeClass] = {}
+        self.live_policies: Counter[str] = Counter()  # classes by what auto has chosen for each
         self.scopes: dict[ScopeId, Scope] = {}
         self.scope_ids: dict[tuple[NamespaceId, str, str, int], ScopeId] = {}
         self.scope_shares = ScopeShares()

@@ -41,7 +41,7 @@ class AutoPolicy:
         self._tags, self._eras, self._marks = memory.tags, memory.eras, memory.marks
         self._era = 0
         self.live_name = first
-        self._switch: tuple[str, str] | None = None  # that nobody was told of
+        self._told_name = first
         self._live = self._made(first)
         self._before: EvictionPolicy | None = None  # has blocks from before the last switch
         self._left_alone = 0  # so many are evicted until it is asked again
@@ -136,9 +136,9 @@ class AutoPolicy:
         return np.concatenate((old, young))
 
     def take_switch(self) -> tuple[str, str] | None:
-        """The names of the policy before and after the last switch, once."""
-        switch, self._switch = self._switch, None
-        return switch
+        """The names of the policy when this was last asked, and of now, where they differ."""
+        before, self._told_name = self._told_name, self.live_name
+        return None if before == self.live_name else (before, self.live_name)
 
     def coldest(self, count: int) -> Slots:
         if self._before is None:
@@ -156,7 +156,6 @@ class AutoPolicy:
         self._before, self._live = self._live, self._made(name)
         self._era = (self._era + 1) % _ERAS
         self._left_alone = 0
-        self._switch = (self.live_name, name)
         self.live_name = name
         self._let_go()
 

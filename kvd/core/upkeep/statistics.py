@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +15,6 @@ from kvd.core.model.reuse import ReuseCurve
 from kvd.core.model.size_class import Tally, Tenant
 from kvd.core.model.state import Counters, State
 from kvd.core.model.tiers import CopyKind, TierCounters
-from kvd.core.policy import AutoPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +169,7 @@ def gather(
         ages=tuple(state.gone.ages.tolist()),
         age_sum_s=state.gone.age_sum_s,
         regrets=tuple(state.reuse.regrets),
-        policies=Counter(
-            owner.policy.live_name
-            for owner in state.classes.values()
-            if isinstance(owner.policy, AutoPolicy)
-        ),
+        policies=dict(+state.live_policies),
     )
 
 
