@@ -216,22 +216,26 @@ def core_store(results: dict[str, Any]) -> Iterator[Line]:
 
 
 def lmcache(results: dict[str, Any]) -> Iterator[Line]:
-    """Both sides of each row; there is no bar but the other side."""
+    """How far kvd is ahead in each row, and both sides' medians."""
     for row in results.get("lookups", ()):
         keys = "1 key" if row["keys"] == 1 else f"{row['keys']} keys"
-        what = f"{row['outcome']}, {keys}, chunks of {row['chunk_tokens']} tokens, ms p50"
-        yield Line(what, _sides(row, "p50_ms"), "", None)
+        what = f"{row['outcome']}, {keys}, chunks of {row['chunk_tokens']}, LMCache's time"
+        ours = [side for side in ("kvd, scheduler side", "kvd, call") if side in row]
+        bar = None if row["keys"] == 1 else 1.0
+        sides = "; ".join((*ours, "LMCache"))
+        line = at_least(f"{what} × kvd's ({sides})", row[ours[0]]["times_as_long"], bar)
+        millis = (f"{row[side]['p50_ms']['median']:.2f}" for side in (*ours, "LMCache"))
+        yield replace(line, figure=f"{line.figure}: {'; '.join(millis)} ms")
     for row in results.get("copies", ()):
-        yield Line(f"{row['direction']}, 256 MiB, GB/s", _sides(row, "gb_s"), "", None)
+        for side in (side for side in row if side.startswith("LMCache")):
+            what = f"{row['direction']}, 256 MiB, kvd's rate × that of {side}"
+            line = at_least(what, row[side]["kvd_times_the_rate"], 1.0)
+            our_rate, theirs = (row[each]["gb_s"]["median"] for each in ("kvd", side))
+            yield replace(line, figure=f"{line.figure}: {our_rate:.1f} and {theirs:.1f} GB/s")
     for row in results.get("capacity", ()):
         what = f"{row['share_of_pool']:.0%} of the pool in a loop, hits from the second pass on"
         hits = (f"{side} {row[side]['later_passes']:.0%}" for side in ("kvd", "LMCache"))
         yield Line(what, "; ".join(hits), "", None)
-
-
-def _sides(row: dict[str, Any], figure: str) -> str:
-    sides = [(side, value) for side, value in row.items() if isinstance(value, dict)]
-    return "; ".join(f"{side} {spread(value[figure], 3)}" for side, value in sides)
 
 
 def at_most(what: str, value: dict[str, float], bar: float | None) -> Line:
