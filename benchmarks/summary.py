@@ -222,10 +222,11 @@ def lmcache(results: dict[str, Any]) -> Iterator[Line]:
         what = f"{row['outcome']}, {keys}, chunks of {row['chunk_tokens']}, LMCache's time"
         ours = [side for side in ("kvd, scheduler side", "kvd, call") if side in row]
         bar = None if row["keys"] == 1 else 1.0
-        sides = "; ".join((*ours, "LMCache"))
-        line = at_least(f"{what} × kvd's ({sides})", row[ours[0]]["times_as_long"], bar)
+        sides = "; ".join((*(side.removeprefix("kvd, ") for side in ours), "LMCache"))
+        ahead = row[ours[0]]["times_as_long"]
+        line = at_least(f"{what} × kvd's ({sides})", ahead, bar)
         millis = (f"{row[side]['p50_ms']['median']:.2f}" for side in (*ours, "LMCache"))
-        yield replace(line, figure=f"{line.figure}: {'; '.join(millis)} ms")
+        yield replace(line, figure=f"{spread(ahead, 1)}: {'; '.join(millis)} ms")
     for row in results.get("copies", ()):
         for side in (side for side in row if side.startswith("LMCache")):
             what = f"{row['direction']}, 256 MiB, kvd's rate × that of {side}"
