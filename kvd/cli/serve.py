@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy.ma  # noqa: F401  np.unique would, at its first call: 10 ms amid an event
 import uvloop
 
 import kvd
