@@ -83,11 +83,9 @@ class ReuseSample:
         """These blocks were evicted at these coarse times; it is told somewhat later."""
         chosen = np.flatnonzero(((tags * _MIX) >> _SHIFT) < self._threshold)
         pairs = zip(tags[chosen].tolist(), stamps[chosen].tolist(), strict=True)
-        for tag, stamp in pairs:
-            used = self._used.get(tag)
-            if used is None:
-                continue
-            if used > stamp:
+        # First which of them are known at all: few are, and there may be 16,384.
+        for tag, stamp in [pair for pair in pairs if pair[0] in self._used]:
+            if (used := self._used[tag]) > stamp:
                 self._regret(used - stamp)
             else:
                 self._gone[tag] = stamp
