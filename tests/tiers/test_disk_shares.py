@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
+from kvd.tiers.store import TierUnusable
 from tests.tiers.contract import has, keep
 from tests.tiers.test_disk_damage import opened
 
@@ -33,4 +36,17 @@ def test_a_disk_that_was_begun_with_a_copy_of_another_takes_its_share(tmp_path: 
     store.close()
     store = opened(one, copy, regions=16)
     assert all(has(store, n) for n in range(100, 260))
+    store.close()
+
+
+def test_one_directory_by_two_paths_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    disk, link = tmp_path / "real" / "disk", tmp_path / "link"
+    store = opened(disk)
+    keep(store, range(8))
+    store.close()
+    link.symlink_to(disk.parent)
+    with pytest.raises(TierUnusable, match=r"directories: .*are one directory: name it once"):
+        opened(disk, link / "disk")
+    store = opened(disk)
+    assert all(has(store, n) for n in range(8))
     store.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from kvd.tiers.store import (
     TierKey,
     TierOptions,
     TierReason,
+    TierUnusable,
     TierUsage,
     require_blocks,
     require_call,
@@ -47,6 +50,7 @@ class DiskStore:
         self._disks: list[Disk] = []
         try:
             for directory in self._options.directories:
+                self._require_another(directory)
                 taken = [disk.slab.identity for disk in self._disks]
                 self._disks.append(Disk(directory, self._options, files or SystemFiles(), taken))
             self._seeds = [disk.seed for disk in self._disks]
@@ -56,6 +60,16 @@ class DiskStore:
         except BaseException:
             self.close()
             raise
+
+    def _require_another(self, directory: Path) -> None:
+        """TierUnusable where it is one of the others, by another path."""
+        for disk in self._disks:
+            with contextlib.suppress(OSError):  # there is none yet, or its opening says more
+                if directory.samefile(disk.directory):
+                    raise TierUnusable(
+                        f"directories: {directory} and {disk.directory} are one directory:"
+                        " name it once"
+                    )
 
     @property
     def concurrency(self) -> int:
