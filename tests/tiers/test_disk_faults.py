@@ -81,6 +81,27 @@ def test_a_write_that_fails_is_not_kept_and_its_place_is_used_again(
     store.close()
 
 
+def test_the_kernels_word_is_said_and_noted_until_it_goes_well_again(
+    directory: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it has made the file system read-only: reads go on, and every write fails."""
+    store = opened(directory, files)
+    keep(store, range(8))
+    files.fault = lambda call, offset: errno.EROFS if call == "write" else None
+    for size in (BLOCK_BYTES, 5000):  # whole pages and none
+        blocks = [source(key(n), content(n, size)) for n in range(8, 16)]
+        assert store.write(blocks, soon()) == [Outcome.FAILED] * 8
+        assert read(store, key(1))[0] is Outcome.DONE
+        word = f"{directory}: writes fail: Read-only file system"
+        assert [note for note in store.usage().notes if "fail" in note] == [word]
+    said = next(each for each in caplog.messages if "IO_ERROR" in each)
+    assert said == f"{directory}: IO_ERROR (1 so far): Read-only file system"
+    files.fault = lambda call, offset: None
+    keep(store, range(8, 16))
+    assert not any("fail" in note for note in store.usage().notes)
+    store.close()
+
+
 @each_write_fault
 def test_a_write_that_fails_of_a_block_that_is_no_whole_pages_is_told_too(
     directory: Path, files: FaultyFiles, fault: int, outcome: Outcome, reason: TierReason

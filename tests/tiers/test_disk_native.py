@@ -102,6 +102,7 @@ def test_a_slab_that_ends_too_early_costs_what_lay_there(store: DiskStore, tmp_p
     outcomes = read_all(store)
     assert (outcomes.count(Outcome.DONE), outcomes.count(Outcome.FAILED)) == (7, BLOCKS - 7)
     assert store.usage().errors == {TierReason.IO_ERROR: BLOCKS - 7}
+    assert any("reads fail: the file ends too early" in note for note in store.usage().notes)
     store.close()
 
 

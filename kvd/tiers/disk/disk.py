@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from kvd.core.keys import U32, U64, Slots
 from kvd.linux.proc import is_mounted
 from kvd.linux.standing import Standing
 from kvd.tiers.disk import warm
+from kvd.tiers.disk.failures import DiskFailures
 from kvd.tiers.disk.files import DiskFiles
 from kvd.tiers.disk.index_file import GONE, ROW_WORDS, STAMP, IndexFile, check_of
 from kvd.tiers.disk.kinds import MAX_LENGTHS_KNOWN, Kinds, stride_of
@@ -40,12 +39,9 @@ from kvd.tiers.store import (
     TierTimeout,
 )
 
-log = logging.getLogger(__name__)
-
 MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten then
 FORGET_SCOPES_AGAIN_S = 60.0  # after a look for those, of a tenth of a second, that found few
 FEW_SCOPES = 16  # few is such a part of MAX_SCOPES_KNOWN
-LOG_SECONDS = 10.0  # between lines about one kind of failure
 MAX_LEFT = 131_072  # blocks of one disk that have left, and that nobody was told of yet
 PLACES_AT_ONCE = 8192  # that a deletion looks at before others may take the lock
 BREATH_S = 0.0002  # for them to take it
@@ -82,8 +78,7 @@ class Disk:
     def __init__(
         self, directory: Path, options: DiskOptions, files: DiskFiles, taken: Collection[bytes]
     ) -> None:
-        self.errors: Counter[TierReason] = Counter()
-        self._said: dict[TierReason, float] = {}
+        self.failures = DiskFailures(directory)
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # told when a read or write has ended
         self._deleting = threading.Lock()
@@ -111,7 +106,7 @@ class Disk:
         """Read the index, until then though the disk refuses, and be ready. TierUnusable."""
         known = self._index.open(until)
         if known.damaged_rows or known.was_lost:
-            self._count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
+            self.failures.count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
         self._half_deleted = [n for n, scope in known.scopes.items() if scope == GONE]
         self._scopes = {scope: n for n, scope in known.scopes.items() if scope != GONE}
         self._scope_names = {number: scope for scope, number in self._scopes.items()}
@@ -145,7 +140,7 @@ class Disk:
         """Give the blocks places and begin to write them."""
         under_way = UnderWay([], [])
         if not self._rows.wait_for_room(batch.deadline):
-            self._count(TierReason.TIMEOUT, len(batch.numbers))
+            self.failures.count(TierReason.TIMEOUT, len(batch.numbers))
             for number in batch.numbers:
                 outcomes[number] = Outcome.FAILED
             return under_way
@@ -204,11 +199,12 @@ class Disk:
     ) -> None:
         places = np.array([piece.place for piece in pieces], dtype=np.int64)
         size_class.pins[places] = 0
+        self.failures.heed("writes", pieces)
         written = np.array([piece.reason is None for piece in pieces], dtype=np.bool_)
         for piece in pieces:
             outcomes[piece.number] = _outcome_of_write(piece.reason)
             if piece.reason not in (None, TierReason.CHECKSUM_MISMATCH):  # that was before the disk
-                self._count(piece.reason)
+                self.failures.count(piece.reason, why=piece.why)
         wanted = size_class.states[places] == PlaceState.WRITING  # not deleted meanwhile
         size_class.free(places[wanted & ~written])
         keep = wanted & written
@@ -263,11 +259,12 @@ class Disk:
                 places = np.array([piece.place for piece in pieces], dtype=np.int64)
                 np.subtract.at(size_class.pins, places, 1)
                 right = np.array([piece.reason is None for piece in pieces], dtype=np.bool_)
+                self.failures.heed("reads", pieces)
                 self._use(size_class, places[right])
                 for piece in pieces:
                     if piece.reason is not None:
                         outcomes[piece.number] = Outcome.FAILED
-                        self._count(piece.reason)
+                        self.failures.count(piece.reason, why=piece.why)
                         self._drop_wrong(size_class, piece)
                 last = np.unique(places)
                 last = last[(size_class.states[last] == PlaceState.UNREAD)]
@@ -410,7 +407,7 @@ class Disk:
     @property
     def notes(self) -> list[str]:
         lost = f"{self.directory}: the index is given up until it can be written again"
-        return [*self.slab.notes, *([lost] if self._rows.is_lost else [])]
+        return [*self.slab.notes, *self.failures.notes, *([lost] if self._rows.is_lost else [])]
 
     def taken_away(self) -> str:
         """What was removed or replaced of what the next start looks for; an index is made anew."""
@@ -567,13 +564,6 @@ class Disk:
             del self._scopes[self._scope_names.pop(number)]
             self._rows.remove_scope(number)
         return len(known)
-
-    def _count(self, reason: TierReason, times: int = 1) -> None:
-        self.errors[reason] += times
-        now = time.monotonic()
-        if now - self._said.get(reason, -LOG_SECONDS) >= LOG_SECONDS:
-            self._said[reason] = now
-            log.warning("%s: %s (%d so far)", self.directory, reason, self.errors[reason])
 
 
 def _by_lengths(blocks: Sequence[TierBlock]) -> dict[bytes, Slots]:

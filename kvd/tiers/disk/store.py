@@ -128,7 +128,7 @@ class DiskStore:
         for disk in self._disks if not self._is_closed else ():
             used = disk.usage()
             blocks, held, evicted = blocks + used[0], held + used[1], evicted + used[2]
-            errors.update(disk.errors.copy())
+            errors.update(disk.failures.counts.copy())
             notes += disk.notes
         capacity = sum(disk.slab.regions for disk in self._disks) * self._options.region_bytes
         return TierUsage(blocks, held, capacity, evicted, dict(errors), tuple(notes))

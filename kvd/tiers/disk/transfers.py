@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ _NOT_AS_THEY_LIE = (errno.EINVAL, errno.EFAULT, errno.EBADMSG)
 
 @dataclass(slots=True)
 class BlockMove:
-    """One block on its way. `reason` says why it failed."""
+    """One block on its way. `reason` says why it failed; `why` in the kernel's words, if it did."""
 
     number: int  # in the caller's batch
     block: TierBlock
@@ -41,8 +42,14 @@ class BlockMove:
     offset: int = -1
     seal: int = 0
     reason: TierReason | None = None
+    why: str = ""
     is_plain: bool = False  # may go past the page cache as it lies
     addresses: tuple[int, ...] = ()  # of the parts
+
+    def fail(self, error: OSError) -> None:
+        """The kernel refused to move it, or it came too late."""
+        self.reason = _reason_of(error)
+        self.why = "" if self.reason is TierReason.TIMEOUT else str(error.strerror)
 
 
 class Transfers:
@@ -127,8 +134,10 @@ class Transfers:
             for piece in run:
                 sums = moves.sums.sums[at : at + len(piece.addresses)]
                 at += len(piece.addresses)
-                if flaw:
-                    piece.reason = _reason_of(OSError(flaw, "")) if is_over else None
+                if flaw and is_over:
+                    piece.fail(OSError(flaw, os.strerror(flaw)))
+                elif flaw:
+                    piece.reason = None
                 elif writes:
                     piece.seal = seal_from(piece.block, piece.lengths, sums)
                 else:
@@ -182,7 +191,7 @@ class Transfers:
                 return
             except OSError as error:
                 if len(run) == 1 and error.errno not in _NOT_AS_IT_LIES:
-                    run[0].reason = _reason_of(error)
+                    run[0].fail(error)
                     return
         for piece in run:
             try:
@@ -191,7 +200,7 @@ class Transfers:
                 else:
                     copied(piece)
             except OSError as error:
-                piece.reason = _reason_of(error)
+                piece.fail(error)
 
     def _write_copied(self, piece: BlockMove) -> None:
         view, filled, at = self._buffer(), 0, piece.offset
