@@ -46,8 +46,10 @@ class Standing:
 def lost(path: Path, before: Kept | None) -> Lost | None:
     """What is there now, where that has gone, has given its name to another, or was cut short."""
     now = _kept(path)
-    if now is None or before is None or now[:2] != before[:2]:
+    if now is None or before is None:
         return Lost(path, "was removed")
+    if now[:2] != before[:2]:
+        return Lost(path, "was replaced")  # renamed, or hidden by what was mounted there
     return Lost(path, "was cut short") if now.size < before.size else None
 
 

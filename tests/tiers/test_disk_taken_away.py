@@ -35,10 +35,12 @@ def remove_the_slab(directory: Path) -> None:
     (directory / "slab").unlink()
 
 
-@pytest.mark.parametrize("take_away", [remove, put_another_in_its_place])
+@pytest.mark.parametrize(
+    ("take_away", "how"), [(remove, "removed"), (put_another_in_its_place, "replaced")]
+)
 @on_loop
 async def test_a_process_ends_whose_directory_is_taken_away(
-    tmp_path: Path, take_away: Callable[[Path], None]
+    tmp_path: Path, take_away: Callable[[Path], None], how: str
 ) -> None:
     directory = tmp_path / "disk"
     for _ in range(2):  # the next one begins anew in the same place
@@ -50,7 +52,7 @@ async def test_a_process_ends_whose_directory_is_taken_away(
             tier.write(r.next_order(), placed([1], [0]), soon())
             assert await r.sink.outcomes(1) == [Outcome.DONE]
             take_away(directory)
-            await _until_gone(r, f"{directory} was removed while it ran")
+            await _until_gone(r, f"{directory} was {how} while it ran")
             assert not proc_text(tier.pid, "stat"), "it holds on to the space"
         shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
 
