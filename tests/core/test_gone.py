@@ -289,6 +289,22 @@ def test_notes_are_bounded_like_blocks() -> None:
     assert not share.is_whole
 
 
+def test_a_forgotten_tenants_share_is_had_by_another_whose_past_is_not_all_known() -> None:
+    blocks = GoneBlocks(ReuseSample(BLOCK))
+    for number in range(MAX_GONE_SHARES + 1):
+        note(blocks, f"t{number}", [number + 1])
+    assert all(share.is_whole for share in blocks.all_shares())
+    blocks.forget(TenantId("t0"))
+    blocks.forget(TenantId("t0"))
+    assert blocks.ages.sum() == 1, "what went stays counted"
+    late = f"t{MAX_GONE_SHARES}"  # what it had before lies among the others'
+    note(blocks, late, [9])
+    assert len(blocks.shares) == MAX_GONE_SHARES
+    assert blocks.share_of(TenantId(late)).blocks == 1
+    assert not blocks.share_of(TenantId(late)).is_whole
+    assert blocks.share_of(TenantId("t1")).is_whole
+
+
 def test_tenants_beyond_the_bound_have_one_share_together() -> None:
     blocks = GoneBlocks(ReuseSample(BLOCK))
     for number in range(MAX_GONE_SHARES + 2):

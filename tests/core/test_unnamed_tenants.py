@@ -55,6 +55,7 @@ def test_one_with_blocks_is_known_until_its_namespace_is_forgotten() -> None:
     bench.leave(1, gone=True)
     bench.tick()
     assert bench.machine.statistics().namespaces_known == 0
+    assert not bench.machine.state.gone.shares, "of what went as well"
     assert known(bench) == set()
     replay(bench)
 

@@ -104,11 +104,13 @@ class GoneRing:
     notes: int = 0  # likewise
     counted: int = 0  # of the blocks, in sums
     searched: int = 0  # of the blocks, when somebody last asked
+    is_late: bool = False  # its tenant may have had blocks before
 
     @property
     def is_whole(self) -> bool:
         """Nothing was forgotten yet."""
-        return self.blocks <= MAX_GONE_BLOCKS and self.notes <= MAX_GONE_NOTES
+        fits = self.blocks <= MAX_GONE_BLOCKS and self.notes <= MAX_GONE_NOTES
+        return fits and not self.is_late
 
     @property
     def oldest(self) -> int:
@@ -175,6 +177,7 @@ class GoneBlocks:
         self.age_sum_s = 0.0
         self._reuse = reuse
         self._reasons: list[str] = [_NO_REASON]
+        self._has_forgotten = False  # a tenant
 
     def note(
         self, tenant: TenantId, tags: U64, used: U32 | None, cause: WhyGone, now_ns: int
@@ -198,10 +201,18 @@ class GoneBlocks:
         """The tenant's own, or that of all others."""
         share = self.shares.get(tenant)
         if share is None and len(self.shares) < MAX_GONE_SHARES:
-            share = self.shares[tenant] = GoneRing()
+            is_late = self._has_forgotten or self.others is not None
+            share = self.shares[tenant] = GoneRing(is_late=is_late)
         if share is None:
             share = self.others = self.others or GoneRing()
         return share
+
+    def forget(self, tenant: TenantId) -> None:
+        """The tenant is no more: its own share is another's to have. What went stays counted."""
+        share = self.shares.pop(tenant, None)
+        if share is not None:
+            self._has_forgotten = True
+            self._count(share)
 
     def all_shares(self) -> list[GoneRing]:
         """Of tenants, and of the others."""

@@ -85,6 +85,7 @@ def _forget_unnamed(state: State) -> None:
             state.backlog.unnamed[name] = None  # to the end
         else:
             del state.tenants[name]
+            state.gone.forget(name)
             for tier in state.below.tiers:
                 tier.paces.pop(name, None)
 
