@@ -112,6 +112,10 @@ class Machine:
         """Whether it is known, with or without sessions or blocks."""
         return namespace in self.state.namespaces
 
+    def knows_tenant(self, tenant: TenantId) -> bool:
+        """Whether a rule names it, or it has a namespace, or bytes."""
+        return tenant in self.state.tenants
+
     def blocks_of_new(self, spec: NamespaceSpec) -> int | None:
         """Most blocks of the namespace that a session of this spec would make; None: it is known.
 

@@ -326,7 +326,7 @@ class LookupCollector(Collector):
             "How long engines computed without a session, told when they have one again.",
             labels=["tenant"],
         )
-        for tenant, seconds in islice(self._told.unserved.items(), MAX_TENANTS_SHOWN):
+        for tenant, seconds in islice(self._told.unserved(), MAX_TENANTS_SHOWN):
             waited.add_metric([tenant], seconds)
         yield waited
         told = list(self._told.rows())

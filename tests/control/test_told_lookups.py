@@ -18,6 +18,7 @@ from kvd.observability.status_page import Sources, StatusPage
 from kvd.runtime.told_lookups import (
     MAX_COUNTED,
     MAX_NAMESPACES_TOLD,
+    MAX_TENANTS_TOLD,
     MAX_TOLD,
     MAX_UNSERVED_S,
     LookupFigures,
@@ -137,7 +138,7 @@ def test_a_client_that_lies_counts_within_bounds(
 def test_time_without_a_session_counts_within_bounds(said: float, counted: float) -> None:
     told = ToldLookups(lambda _: True)
     told.add_unserved(TENANT, said)
-    assert told.unserved == {TENANT: counted}
+    assert list(told.unserved()) == [(TENANT, counted)]
 
 
 def test_sums_end_at_what_the_protocol_can_say() -> None:
@@ -170,6 +171,33 @@ def test_namespaces_beyond_the_bound_are_told_together_by_tenant() -> None:
     page = generate_latest(metrics.registry).decode()
     assert page.count("kvd_missed_blocks_total{") == MAX_NAMESPACES_TOLD + 1
     assert 'kvd_missed_blocks_total{namespace="",tenant="acme"} 8.0' in page
+
+
+def test_forgotten_tenants_give_their_places_to_others_and_stay_in_the_whole_sum() -> None:
+    known: set[TenantId] = set()
+    told = ToldLookups(lambda _: True, known.__contains__)
+    for number in range(MAX_TENANTS_TOLD + 1):
+        tenant = TenantId(f"t{number}")
+        known.clear()
+        known.add(tenant)
+        told.add(NamespaceId(number), tenant, ONE_MISS)
+        told.add_unserved(tenant, 1.0)
+        assert [each for each, _ in told.unserved()] == [tenant]
+        assert len(told._tenants) <= MAX_TENANTS_TOLD
+    assert told.of_tenant(TenantId("t0")) is None
+    assert told.of_tenant(tenant) == ONE_MISS
+    assert [row.tenant for row in told.rows() if row.namespace is None] == [tenant]
+    whole = sum(row.figures.requests for row in told.by_tenant())
+    assert whole == (MAX_TENANTS_TOLD + 1) * ONE_MISS.requests
+
+
+def test_tenants_beyond_the_bound_are_told_together() -> None:
+    told = ToldLookups(lambda _: True)
+    for number in range(MAX_TENANTS_TOLD + 2):
+        told.add(NamespaceId(number), TenantId(f"t{number}"), ONE_MISS)
+    rows = list(told.by_tenant())
+    assert len(rows) == MAX_TENANTS_TOLD + 1
+    assert rows[-1].figures.requests == 2 * ONE_MISS.requests
 
 
 def test_a_forgotten_namespace_gives_its_place_to_another_and_stays_in_its_tenants_sum() -> None:

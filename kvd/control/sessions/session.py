@@ -253,7 +253,7 @@ class SessionContext:
         self.tenants = tenants
         self.terms = terms
         self.sessions = Sessions()
-        self.told_lookups = ToldLookups(driver.machine.knows)
+        self.told_lookups = ToldLookups(driver.machine.knows, driver.machine.knows_tenant)
         self.recorder = Recorder(self._tell_recording)
         self.verbs = Verbs(driver, self.told_lookups, self.recorder)
         self.ends = EndsInTurn(driver.turns)
