@@ -44,13 +44,20 @@ class StartsInTurn:
                 self._leave(user, turn)
                 self._go_on()
             raise
-        late = loop.call_later(MAX_START_HELD_S, self._end, user)
+        counts = True
+
+        def end() -> None:
+            nonlocal counts
+            if counts:
+                counts = False
+                self._end(user)
+
+        late = loop.call_later(MAX_START_HELD_S, end)
         try:
             yield
         finally:
-            if late.when() > loop.time():  # else that has ended it, or is about to
-                late.cancel()
-                self._end(user)
+            late.cancel()
+            end()
 
     def _end(self, user: int) -> None:
         self._starting[user] -= 1
