@@ -172,19 +172,21 @@ def test_registering_again_takes_the_new_tensors(rank: Rank) -> None:
     assert rank.worker.get_handshake_metadata() == before
 
 
+@pytest.mark.parametrize("other_id", ["second", "first"])
 def test_another_engine_of_the_process_is_refused_before_its_kv_takes_this_ones_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the first engine's jobs would copy the second one's memory, under its own hashes."""
 
-    def set_up(engine: str) -> None:
-        config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine))
+    def set_up(engine: str, start: str) -> None:
+        transfer = SimpleNamespace(engine_id=engine)
+        config = SimpleNamespace(kv_transfer_config=transfer, instance_id=start)
         monkeypatch.setattr(worker, "get_current_vllm_config_or_none", lambda: config)
 
-    set_up("first")
+    set_up("first", "1")
     made = make_rank(tmp_path)
     made.worker.register_kv_caches(made.kv)
-    set_up("second")
+    set_up(other_id, "2")
     with pytest.raises(RuntimeError, match="has an engine already"):
         made.worker.get_mem_pool_context()
     with pytest.raises(RuntimeError, match="VLLM_ENABLE_V1_MULTIPROCESSING"):

@@ -128,7 +128,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             load_flush_timeout_s=self._options.load_flush_timeout_s,
             load_deadline_s=self._options.load_deadline_s,
         )
-        self._engine_id = _current_engine_id()
+        self._engine = _current_engine()
         self._allocation: SharedAllocation | None = None
         self._caches: CanonicalKVCaches | None = None
         self._stand_ins: list[SharedBuffer] = []
@@ -173,7 +173,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         VLLM keeps one connector in a process, and hands the first engine's to the next. That one's
         memory would then be copied by the first one's jobs.
         """
-        if _current_engine_id() not in (None, self._engine_id):
+        if _current_engine() not in (None, self._engine):
             raise RuntimeError(
                 "kvd: this process has an engine already, and vLLM would give its KV connector to"
                 " this one too. End the first engine before, or leave"
@@ -337,8 +337,9 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._acknowledged = KvdWorkerMetadata()
 
 
-def _current_engine_id() -> str | None:
-    """Of the engine whose rank vLLM is setting up here."""
+def _current_engine() -> tuple[str | None, str] | None:
+    """Id and start of the engine whose rank vLLM is setting up here: several may share an id."""
     config = get_current_vllm_config_or_none()
-    transfer = None if config is None else config.kv_transfer_config
-    return None if transfer is None else transfer.engine_id
+    if config is None or config.kv_transfer_config is None:
+        return None
+    return config.kv_transfer_config.engine_id, config.instance_id
