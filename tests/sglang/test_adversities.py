@@ -15,13 +15,22 @@ import numpy as np
 import pytest
 import torch
 
+from kvd_client.batches import BlockBatches
 from kvd_client.integrations.sglang.namespace import keys_of
 from kvd_client.integrations.sglang.sequences import MAX_SEQUENCES, Sequences
+from tests.client.interrupts import interrupted
 from tests.daemon_process import DaemonProcess
 from tests.daemons import ROOT
-from tests.sglang.conftest import StartRank
+from tests.sglang.conftest import MakeBackend, StartRank
 from tests.sglang.prompts import PAGES, keys, prompt
-from tests.sglang.rig import HURRIED, PAGE_TOKENS, Rank, wait_for
+from tests.sglang.rig import (
+    HURRIED,
+    PAGE_TOKENS,
+    Rank,
+    host_pool,
+    mha_device_pool,
+    wait_for,
+)
 
 LONG_S = 60.0  # no test's threads may take so long, on however slow a machine
 
@@ -256,3 +265,17 @@ def test_a_daemon_that_stops_in_mid_get_gives_right_pages_or_none(
     finally:
         daemon.thaw()
         rank.close()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_close_that_a_handler_interrupted_is_ended_by_the_next(
+    kvd: DaemonProcess, make_backend: MakeBackend, after: bool
+) -> None:
+    pools = {"kv": host_pool(mha_device_pool()), "draft": host_pool(mha_device_pool(layers=1))}
+    before = len(kvd.movers())
+    backend = make_backend(pools)
+    assert len(kvd.movers()) == before + 2
+    with interrupted(BlockBatches, "close", after=after):
+        backend.close()
+    backend.close()
+    wait_for(lambda: len(kvd.movers()) == before)

@@ -84,6 +84,7 @@ class KvdHiCache(HiCacheStorage):
         self.mem_pool_host: Any = None
         self._places: dict[str, ServedPool] = {}
         self._opened: list[BlockBatches] = []
+        self._closing: list[BlockBatches] = []
         self._sequences = Sequences()
         self._is_anchor_logical = False
         self._is_complete = False
@@ -165,9 +166,9 @@ class KvdHiCache(HiCacheStorage):
             build_namespace(self.storage_config, pools, self.options, is_replicated=is_replicated),
             self.options.batch_options(),
         )
+        self._opened.append(batches)  # at once: `close` ends it whatever raises from here on
         if epoch := self._epoch():
             batches.reset(epoch)
-        self._opened.append(batches)
         memories: list[SharedMemory] = []
         groups: list[GroupLayout] = []
         for group, pool in enumerate(pools):
@@ -177,12 +178,16 @@ class KvdHiCache(HiCacheStorage):
         batches.register(memories, groups)
 
     def close(self) -> None:
-        """Returns when no copy can touch a pool any more."""
+        """Returns when no copy can touch a pool any more.
+
+        Where a signal's handler raises amid it, the next call goes on from there.
+        """
         with self._lock:
-            opened, self._opened = self._opened, []
+            self._closing, self._opened = [*self._closing, *self._opened], []
             self._places.clear()
-        for batches in opened:
-            batches.close()
+        while self._closing:
+            self._closing[-1].close()
+            self._closing.pop()
 
     # -- is it there ------------------------------------------------------------------------
 
