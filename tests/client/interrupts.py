@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -33,3 +35,26 @@ def interrupted(owner: Any, name: str, *, after: bool, at: int = 1) -> Iterator[
         except Interrupted:  # forgotten at once: its frames hold what the call had
             return
     pytest.fail(f"no call of {name} was interrupted")
+
+
+def interrupted_at(count: int, call: Callable[[], object]) -> bool:
+    """Raise where Python looks for signals the `count`th time amid a call; whether it was there."""
+    seen = 0
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal seen
+        is_lock = getattr(argument, "__name__", "") == "__enter__"  # `with` is entered whole
+        if event in ("call", "c_return") and not is_lock:
+            seen += 1
+            if seen == count:
+                sys.setprofile(None)
+                raise Interrupted
+
+    try:
+        sys.setprofile(look)
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False

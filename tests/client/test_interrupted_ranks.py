@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from kvd_client.scheduler.plan import StepPlan
 from kvd_client.worker.rank_memory import RegisteredMemory, take_memory
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
-from tests.client.interrupts import Interrupted, interrupted
+from tests.client.interrupts import interrupted, interrupted_at
 from tests.client.worker_bench import FAILED, LOAD, STORE, Bench, MoverStandIn
 from tests.daemon_process import DaemonProcess
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -130,29 +128,6 @@ def test_memory_of_which_one_descriptor_is_wrong_leaves_none_open(memory: Shared
     with pytest.raises(OSError, match="descriptor"):
         take_memory([memory, SharedMemory(999_999, 0, BLOCK_BYTES)], [])
     assert descriptors() == before
-
-
-def interrupted_at(count: int, call: Callable[[], object]) -> bool:
-    """Raise where Python looks for signals the `count`th time amid a call; whether it was there."""
-    seen = 0
-
-    def look(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal seen
-        is_lock = getattr(argument, "__name__", "") == "__enter__"  # `with` is entered whole
-        if event in ("call", "c_return") and not is_lock:
-            seen += 1
-            if seen == count:
-                sys.setprofile(None)
-                raise Interrupted
-
-    try:
-        sys.setprofile(look)
-        call()
-    except Interrupted:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])

@@ -28,31 +28,28 @@ _lazy = partial(_bug, module="scheduling.lazy")
 BUGS = (
     _rank(
         "load that failed and is believed",
-        before="                if job.has_failed:\n",
-        after="                if False:\n",
+        before="            if has_failed:\n",
+        after="            if False:\n",
     ),
     _rank(
         "stores that wait for no compute",
-        before="self._worker.finish_step(step.plan, compute_end(self._device))",
-        after="self._worker.finish_step(step.plan, None)",
+        before="self._worker.finish_step(plan, compute_end(self._device))",
+        after="self._worker.finish_step(plan, None)",
     ),
     _rank(
         "loads that wait for nothing that was launched",
-        before="self._worker.start_loads(metadata.plan, launched[1])",
-        after="self._worker.start_loads(metadata.plan, None)",
+        before="self._worker.start_loads(plan, launched[1])",
+        after="self._worker.start_loads(plan, None)",
     ),
     _rank(
         "jobs that were never sent and are not reported",
-        before="for job_id in step.refused]",
-        after="for job_id in ()]",
+        before="for job_id in step.refused)",
+        after="for job_id in ())",
     ),
     _rank(
         "flush that is left out",
-        before="        self._worker.flush_step(plan, compute_end(self._device)"
-        " if plan.computed_stores else None)\n",
-        after="        from dataclasses import replace\n"
-        "        self._worker.flush_step(replace(plan, flush=()), compute_end(self._device)"
-        " if plan.computed_stores else None)\n",
+        before="plan = replace(step.plan, computed_stores=computed)\n",
+        after="plan = replace(step.plan, computed_stores=computed, flush=())\n",
     ),
     _one_group(
         "blocks given on before their stores have ended",

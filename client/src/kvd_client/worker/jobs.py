@@ -62,10 +62,16 @@ class JobLedger:
     ) -> list[int]:
         """Take note of a plan's jobs; those whose half this rank has to make.
 
-        Without a registration they fail here and now: no mover knows of them.
+        Without a registration they fail here and now: no mover knows of them. Of jobs that were
+        begun before, for a signal's handler raised then, it names those that are still open.
         """
         begun, now = [], time.monotonic()
         for job_id in job_ids:
+            if job_id in self._open:
+                begun.append(job_id)
+                continue
+            if job_id in self._ended or job_id in self._reporting:
+                continue
             early = self._unasked.get(job_id)
             if early is not None:
                 self._ended[job_id] = early

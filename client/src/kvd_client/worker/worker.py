@@ -238,6 +238,13 @@ class Worker:
             return
         self._mark_ready_after(wait_for_compute, self._begin(plan.stores, self._store_half))
 
+    def give_up_stores(self, job_ids: Sequence[int]) -> None:
+        """In place of `finish_step`: report stores as failed whose KV no step has computed."""
+        self._begin(job_ids, self._store_half)
+        with self._lock:
+            self._jobs.give_up(job_ids)
+        self._tell_by_call()
+
     def get_finished(self) -> WorkerReport:
         """What ended since the last call. Never waits.
 

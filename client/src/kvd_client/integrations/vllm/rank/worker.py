@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +62,10 @@ UNREGISTER_TIMEOUT_S = 5.0
 class Phase(enum.Enum):
     """What of a step's plan is carried out in which hook."""
 
+    NOTED = "noted"  # its jobs are known here
     FLUSH = "flush"
     LOADS = "loads"
+    COMPUTED = "computed"  # its forward has returned
     STORES = "stores"
 
 
@@ -71,20 +74,12 @@ class VllmJob:
     """A job of vLLM's on this rank, until the last of its parts, kvd's jobs, has ended."""
 
     request_id: str | None  # a load's
-    parts: int = 0
-    has_failed: bool = False
-    left: bool = False
-    bytes_copied: int = 0
-    duration_ns: int = 0
+    parts: int
+    ends: dict[int, JobReport] = field(default_factory=dict)  # of parts, by kvd's job id
 
-    def end_part(self, report: JobReport) -> bool:
-        """One more has ended. True: that was the last."""
-        self.parts -= 1
-        self.has_failed |= not report.done
-        self.left |= report.left
-        self.bytes_copied += report.bytes_copied
-        self.duration_ns += report.duration_ns
-        return not self.parts
+    @property
+    def has_failed(self) -> bool:
+        return False in {end.done for end in self.ends.values()}
 
 
 class StepPhases:
@@ -93,16 +88,17 @@ class StepPhases:
     def __init__(self) -> None:
         self._steps: deque[tuple[KvdConnectorMetadata, set[Phase]]] = deque(maxlen=STEPS_REMEMBERED)
 
-    def begin(self, step: KvdConnectorMetadata, phase: Phase) -> bool:
-        """Whether this phase of the step is still to do; from now on it is not."""
-        done = next((done for known, done in self._steps if known is step), None)
-        if done is None:
-            done = set()
-            self._steps.append((step, done))
-        if phase in done:
-            return False
-        done.add(phase)
-        return True
+    def done(self, step: KvdConnectorMetadata) -> set[Phase]:
+        """Those of the step; who has carried one out adds it.
+
+        Only then: where a signal's handler raises amid one, the next hook carries it out again.
+        """
+        for known, done in self._steps:
+            if known is step:
+                return done
+        fresh = set[Phase]()
+        self._steps.append((step, fresh))
+        return fresh
 
 
 class KvdConnectorWorker(OffloadingConnectorWorker):
@@ -140,9 +136,13 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._unfinalized: KvdConnectorMetadata | None = None  # its stores have not begun
         self._jobs: dict[int, VllmJob] = {}  # by vLLM's job id
         self._owners: dict[int, int] = {}  # kvd's job id -> vLLM's, of parts that have not ended
-        self._refused: list[JobReport] = []
+        self._refused: tuple[JobReport, ...] = ()
+        self._reports: tuple[JobReport, ...] = ()  # of the worker's, not dealt with yet
         self._has_run = True  # the last step that began: its plan's own word
-        self._acknowledged = KvdWorkerMetadata()
+        self._error_before = id(None)  # what was being handled as that one began
+        self._is_kv_wrong = False  # a forward has raised, and vLLM takes its KV for computed
+        self._received: dict[str, bool] = {}  # requests to tell vLLM of: whether a load failed
+        self._ended: dict[int, VllmJob] = {}  # by vLLM's job id: to be acknowledged
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -166,6 +166,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._device = check_devices(kv_caches)
         self.unregister_kv_caches()
         super().register_kv_caches(kv_caches)
+        self._is_kv_wrong = False
 
     def _check_engine(self) -> None:
         """Raise RuntimeError where the KV is another engine's.
@@ -223,25 +224,60 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Before the step overwrites any block: end what reads or writes one of them."""
         step = kv_connector_metadata
-        if not isinstance(step, KvdConnectorMetadata) or not self._steps.begin(step, Phase.FLUSH):
+        if not isinstance(step, KvdConnectorMetadata):
             return
-        plan = step.plan
-        if self._unfinalized is not None:
-            # With a drafter, vLLM 0.33 finalizes no step on any but the last pipeline stage. The
-            # step's KV is computed by now, and this one's flush may name its stores.
-            self._finalize(self._unfinalized)
-        self._unfinalized = step
-        self._has_run = step.has_run
-        self._owners.update(step.owners)
-        for vllm_job in step.owners.values():
-            job = self._jobs.get(vllm_job)
-            if job is None:
-                job = self._jobs[vllm_job] = VllmJob(step.load_requests.get(vllm_job))
-            job.parts += 1
-        self._refused += [JobReport(job_id, done=False) for job_id in step.refused]
+        done = self._steps.done(step)
+        if Phase.NOTED not in done:
+            self._end_step_before()
+            self._note(step, done)
+        self._flush(step, done)
+
+    def _flush(self, step: KvdConnectorMetadata, done: set[Phase]) -> None:
+        if Phase.FLUSH in done:
+            return
         if step.lost:
             self._worker.write_off(step.lost)
-        self._worker.flush_step(plan, compute_end(self._device) if plan.computed_stores else None)
+        computed = self._open_among(step.plan.computed_stores)
+        if self._is_kv_wrong:
+            self._worker.give_up_stores(computed)
+            computed = ()
+        plan = replace(step.plan, computed_stores=computed)
+        self._worker.flush_step(plan, compute_end(self._device) if computed else None)
+        done.add(Phase.FLUSH)
+
+    def _note(self, step: KvdConnectorMetadata, done: set[Phase]) -> None:
+        parts = Counter(step.owners.values())
+        jobs = {each: VllmJob(step.load_requests.get(each), n) for each, n in parts.items()}
+        refused = tuple(JobReport(job_id, done=False) for job_id in step.refused)
+        self._error_before = id(sys.exception())
+        # At once: from here to the last line no signal's handler runs.
+        self._has_run = step.has_run
+        self._jobs = {**self._jobs, **jobs}
+        self._owners = {**self._owners, **step.owners}
+        self._refused += refused
+        self._unfinalized = step
+        done.add(Phase.NOTED)
+
+    def _open_among(self, job_ids: Sequence[int]) -> tuple[int, ...]:
+        """Those of which no end is known: a phase that runs again begins none of the others."""
+        return tuple(job_id for job_id in job_ids if job_id in self._owners)
+
+    def _end_step_before(self) -> None:
+        """Carry out what is left of the last step.
+
+        With a drafter, vLLM 0.33 finalizes no step on any but the last pipeline stage. That step's
+        KV is computed by now, and the next one's flush may name its stores. Where vLLM went on
+        after an exception, nobody may have called more than its first hook.
+        """
+        step = self._unfinalized
+        if step is None:
+            return
+        done = self._steps.done(step)
+        if Phase.COMPUTED not in done:
+            self._forward_has_raised()
+        self._flush(step, done)
+        self._start_loads(step, done)
+        self._finalize(step, done)
 
     def note_launched(self, metadata: OffloadingConnectorMetadata) -> None:
         """Between vLLM's zeroing and the step's forward: what was launched by now may still write
@@ -256,62 +292,105 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         launched the forward, which they need not wait for.
         """
         self.handle_preemptions(metadata)
-        if not isinstance(metadata, KvdConnectorMetadata) or not metadata.plan.loads:
-            return
-        if not self._steps.begin(metadata, Phase.LOADS):
+        if isinstance(metadata, KvdConnectorMetadata):
+            done = self._steps.done(metadata)
+            self._look_at_forward(done)
+            self._start_loads(metadata, done)
+
+    def _start_loads(self, step: KvdConnectorMetadata, done: set[Phase]) -> None:
+        if not step.plan.loads or Phase.LOADS in done:
             return
         launched, self._launched = self._launched, None
-        if launched is None or launched[0] is not metadata:
-            launched = (metadata, compute_end(self._device))
-        self._worker.start_loads(metadata.plan, launched[1])
+        if launched is None or launched[0] is not step:
+            launched = (step, compute_end(self._device))
+        plan = replace(step.plan, loads=self._open_among(step.plan.loads))
+        self._worker.start_loads(plan, launched[1])
+        done.add(Phase.LOADS)
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let the step's stores begin, once its KV is computed."""
         self.handle_preemptions(metadata)
         if isinstance(metadata, KvdConnectorMetadata):
-            self._finalize(metadata)
+            done = self._steps.done(metadata)
+            self._look_at_forward(done)
+            self._finalize(metadata, done)
 
-    def _finalize(self, step: KvdConnectorMetadata) -> None:
+    def _finalize(self, step: KvdConnectorMetadata, done: set[Phase]) -> None:
+        if step.plan.stores and Phase.STORES not in done:
+            stores = self._open_among(step.plan.stores)
+            if self._is_kv_wrong:
+                self._worker.give_up_stores(stores)
+            else:
+                plan = replace(step.plan, stores=stores)
+                self._worker.finish_step(plan, compute_end(self._device))
+            done.add(Phase.STORES)
         if self._unfinalized is step:
             self._unfinalized = None
-        if step.plan.stores and self._steps.begin(step, Phase.STORES):
-            self._worker.finish_step(step.plan, compute_end(self._device))
+
+    @property
+    def _is_raising(self) -> bool:
+        """Whether vLLM calls this hook as an exception of the step's passes through."""
+        error = sys.exception()
+        return error is not None and id(error) != self._error_before
+
+    def _look_at_forward(self, done: set[Phase]) -> None:
+        """After the forward: vLLM's first model runner calls the hooks also where that raised."""
+        if self._is_raising:
+            self._forward_has_raised()
+        done.add(Phase.COMPUTED)
+
+    def _forward_has_raised(self) -> None:
+        """The step's KV is not all there, and the scheduler does not hear of it.
+
+        Should the engine go on, its own cache has these blocks, and whatever is computed after
+        them is wrong, too.
+        """
+        was_wrong, self._is_kv_wrong = self._is_kv_wrong, True
+        if not was_wrong:
+            log.error(
+                "kvd: a step of the engine's raised, and its KV can't be trusted any more: nothing"
+                " more of it is stored; restart the engine"
+            )
 
     # -- ends -------------------------------------------------------------------------------
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose loads have ended, and those among them that must be computed."""
-        results = KVConnectorTransferResults()
+        """Requests whose loads have ended, and those among them that must be computed.
+
+        Where a signal's handler raises amid it, or the step raises, the next call has them.
+        """
         if not self._refused:
             self._worker.rest(has_run=self._has_run)
-        refused, self._refused = self._refused, []
-        for report in (*refused, *self._worker.get_finished().ended):
-            vllm_job = self._owners.pop(report.job_id, None)
-            if vllm_job is None:
-                continue  # it was acknowledged already
-            job = self._jobs[vllm_job]
-            self._acknowledged.gave_up |= report.given_up
-            if not job.end_part(report):
-                continue  # a copy of another part may still write to its blocks
-            del self._jobs[vllm_job]
-            self._acknowledge(vllm_job, job)
-            if job.request_id is not None:
-                results.finished_recving.add(job.request_id)
-                if job.has_failed:
-                    results.failed_recving.add(job.request_id)
+        self._reports += self._worker.get_finished().ended
+        for report in (*self._refused, *self._reports):
+            self._take_end(report)
+        self._refused = self._reports = ()
+        if self._is_raising:  # nobody will see what this returns
+            return KVConnectorTransferResults()
+        results = KVConnectorTransferResults()
+        for request_id, has_failed in self._received.items():
+            results.finished_recving.add(request_id)
+            if has_failed:
+                results.failed_recving.add(request_id)
+        self._received = {}
         return results
 
-    def _acknowledge(self, job_id: int, job: VllmJob) -> None:
-        told = self._acknowledged
-        told.mark_completed(job_id)
-        if job.left:
-            told.left_jobs.add(job_id)
-        if job.has_failed:
-            told.failed_jobs.add(job_id)
-        elif job.bytes_copied:
-            is_load = job.request_id is not None
-            stats = told.transfer_stats.load if is_load else told.transfer_stats.store
-            stats.record(job.bytes_copied, job.duration_ns / 1e9)
+    def _take_end(self, report: JobReport) -> None:
+        """May be called again with the same one."""
+        vllm_job = self._owners.get(report.job_id)
+        if vllm_job is None:
+            return  # it was acknowledged already
+        job = self._jobs.get(vllm_job)
+        if job is not None:
+            job.ends[report.job_id] = report
+            has_failed = job.has_failed
+            # Until the last has ended, a copy of another part may still write to its blocks.
+            if len(job.ends) == job.parts:
+                if job.request_id is not None:
+                    self._received[job.request_id] = has_failed
+                self._ended[vllm_job] = job
+                del self._jobs[vllm_job]
+        del self._owners[report.job_id]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self.get_transfer_results(finished_req_ids)
@@ -319,9 +398,12 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
 
     def build_connector_worker_meta(self) -> KvdWorkerMetadata | None:
         """Acknowledgements since the last call."""
-        if not self._acknowledged.completed_jobs:
+        if not self._ended or self._is_raising:
             return None
-        told, self._acknowledged = self._acknowledged, KvdWorkerMetadata()
+        told = KvdWorkerMetadata()
+        for job_id, job in self._ended.items():
+            _acknowledge(told, job_id, job)
+        self._ended = {}  # last: where a signal's handler raises before, the next call has them
         return told
 
     def shutdown(self) -> None:
@@ -333,8 +415,24 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._launched = self._unfinalized = None
         self._jobs.clear()
         self._owners.clear()
-        self._refused.clear()
-        self._acknowledged = KvdWorkerMetadata()
+        self._refused = self._reports = ()
+        self._received.clear()
+        self._ended.clear()
+
+
+def _acknowledge(told: KvdWorkerMetadata, job_id: int, job: VllmJob) -> None:
+    ends = job.ends.values()
+    told.mark_completed(job_id)
+    told.gave_up |= any(end.given_up for end in ends)
+    if any(end.left for end in ends):
+        told.left_jobs.add(job_id)
+    bytes_copied = sum(end.bytes_copied for end in ends)
+    if job.has_failed:
+        told.failed_jobs.add(job_id)
+    elif bytes_copied:
+        is_load = job.request_id is not None
+        stats = told.transfer_stats.load if is_load else told.transfer_stats.store
+        stats.record(bytes_copied, sum(end.duration_ns for end in ends) / 1e9)
 
 
 def _current_engine() -> tuple[str | None, str] | None:

@@ -1,0 +1,115 @@
+"""What a signal's handler, or the forward, raises amid a rank's step: no end is lost, and nothing
+that was not computed is stored."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from kvd_client.integrations.vllm.connector import KvdConnector
+from tests.client.interrupts import Interrupted, interrupted_at
+from tests.vllm.conftest import StartRig
+from tests.vllm.late_device import LateDevice
+from tests.vllm.node_daemon import NodeDaemon
+from tests.vllm.rank_rig import Rank, RankRig
+from tests.vllm.test_hook_orders import connector, run_first, second_runner
+
+__all__ = ["connector"]  # a fixture
+
+HOOKS = ["handle_preemptions", "start_kv_transfers", "prepare_store_kv", "get_transfer_results"]
+
+
+def run_interrupted(rank: Rank, step: Any, hook: str, count: int) -> bool:
+    """A step whose hooks end where a handler raises in this one; whether it did."""
+    for name in HOOKS:
+        given = set() if name == "get_transfer_results" else step
+        call = partial(getattr(rank.worker, name), given)
+        if name == hook:
+            return interrupted_at(count, call)
+        call()
+    raise AssertionError(hook)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_no_job_is_lost_wherever_a_handler_raises(
+    kvd: NodeDaemon, start_rig: StartRig, hook: str
+) -> None:
+    rig = start_rig(kvd)
+    (rank,) = rig.ranks
+    rig.store("kept", [1, 2])
+    content = rank.block(0, 1)
+    for count in itertools.count(1):
+        rank.put(0, 11, torch.zeros_like(content))
+        load, refused = rig.draft("kept", [11, 12]), rig.draft("no", [5])
+        stores = [rig.draft(f"{hook} {count} {each}", [4 + each]) for each in range(2)]
+        rig.send(loads=[load], stores=stores)
+        step = rig.metadata(
+            loads=[load], stores=stores, flush=[stores[0].job_id], refused=(refused.job_id,)
+        )
+        was_interrupted = run_interrupted(rank, step, hook, count)
+        if hook == "handle_preemptions" and not rank.worker._owners:
+            rig.run(step)  # it was interrupted before it knew of the step
+        rig.run_until_ended(load, refused, *stores)
+        assert rig.was_done(load) == [True], count
+        assert rig.was_done(refused) == [False], count
+        assert torch.equal(rank.block(0, 11), content)
+        assert rig.received[0].count("kept") == count
+        assert not rank.worker._jobs
+        assert not rank.worker._owners
+        rank.worker._is_kv_wrong = False
+        if not was_interrupted:
+            assert count > 10
+            return
+
+
+def raising() -> None:
+    raise Interrupted
+
+
+@pytest.mark.parametrize("runner", ["first", "second"])
+def test_nothing_of_a_forward_that_raised_is_stored_nor_anything_after_it(
+    late_rig: RankRig, late_device: LateDevice, connector: KvdConnector, runner: str
+) -> None:
+    run_step = run_first if runner == "first" else second_runner(late_rig, late_device).run
+    late_device.let_run()
+    job, later = late_rig.draft("never computed", [3]), late_rig.draft("computed after it", [4])
+    late_rig.send(stores=[job])
+    with pytest.raises(Interrupted):
+        run_step(late_rig.metadata(stores=[job]), raising)
+    late_rig.send(stores=[later])
+    late_rig.run(late_rig.metadata(stores=[later]))
+    late_rig.run_until_ended(job, later)
+    assert late_rig.was_done(job) == late_rig.was_done(later) == [False]
+
+
+def test_what_ended_in_a_step_that_raises_is_told_with_the_next(
+    late_rig: RankRig, late_device: LateDevice, connector: KvdConnector
+) -> None:
+    late_device.let_run()
+    late_rig.store("kept", [1])
+    load = late_rig.draft("kept", [11])
+    orders = late_rig.metadata(refused=(load.job_id,))
+    orders.load_requests = {load.job_id - 1: "r"}
+    with pytest.raises(Interrupted):
+        run_first(orders, raising)
+    told = run_first(late_rig.metadata(), None)
+    assert told.failed_recving == told.finished_recving == {"r"}
+    assert told.kv_connector_worker_meta.completed_jobs == {load.job_id - 1: 1}
+
+
+def test_an_engine_that_steps_as_it_handles_an_error_stores(
+    late_rig: RankRig, late_device: LateDevice, connector: KvdConnector
+) -> None:
+    late_device.let_run()
+    job = late_rig.draft("computed", [3])
+    late_rig.send(stores=[job])
+    try:
+        raising()
+    except Interrupted:
+        late_rig.run(late_rig.metadata(stores=[job]))
+    late_rig.run_until_ended(job)
+    assert late_rig.was_done(job) == [True]
