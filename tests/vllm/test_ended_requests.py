@@ -49,7 +49,7 @@ def sender(sent: Sent) -> StepSender:
 
 
 def send(sender: StepSender, session: Any = SESSION) -> None:
-    sender.send(StepJobs(itertools.count(1)), [], session)
+    sender.send(StepJobs(itertools.count(1)), session)
 
 
 def test_so_many_ends_wait_for_a_step_and_one_more_sends_them(

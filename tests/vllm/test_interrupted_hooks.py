@@ -1,5 +1,5 @@
-"""What a signal's handler, or the forward, raises amid a rank's step: no end is lost, and nothing
-that was not computed is stored."""
+"""What a signal's handler, or the forward, raises amid a step: no end and no lease is lost, and
+nothing that was not computed is stored."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvd_client.connection import SchedulerConnection
 from kvd_client.integrations.vllm.connector import KvdConnector
-from tests.client.interrupts import Interrupted, interrupted_at
+from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+from kvd_client.integrations.vllm.scheduling.steps import StepJobs, StepSender
+from tests.client.interrupts import Interrupted, interrupted, interrupted_at
 from tests.vllm.conftest import StartRig
 from tests.vllm.late_device import LateDevice
 from tests.vllm.node_daemon import NodeDaemon
-from tests.vllm.rank_rig import Rank, RankRig
+from tests.vllm.rank_rig import Rank, RankRig, cache_config, offloading_config
 from tests.vllm.test_hook_orders import connector, run_first, second_runner
 
 __all__ = ["connector"]  # a fixture
@@ -113,3 +117,30 @@ def test_an_engine_that_steps_as_it_handles_an_error_stores(
         late_rig.run(late_rig.metadata(stores=[job]))
     late_rig.run_until_ended(job)
     assert late_rig.was_done(job) == [True]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "after"),
+    [
+        (StepSender, "lost_jobs", False),
+        (SchedulerConnection, "send_step", False),
+        (SchedulerConnection, "send_step", True),
+    ],
+)
+def test_what_an_interrupted_step_was_to_say_is_said_with_the_next(
+    kvd: NodeDaemon, start_rig: StartRig, owner: type, name: str, *, after: bool
+) -> None:
+    connection = start_rig(kvd).connection
+    manager = KvdManager(offloading_config(0, 1, caches=cache_config()), KvdOptions())
+    manager.open(connection)
+    assert manager.enter_session() is not None
+    assert manager.steps is not None
+    assert manager._queue is not None
+    manager.steps.draft.finished.append("r")
+    manager._queue.released_leases.append(7)
+    with interrupted(owner, name, after=after):
+        manager.send_step(StepJobs(itertools.count(1)))
+    assert manager.steps.draft.finished == ["r"]
+    assert manager.steps.draft.released_leases == [7]
+    manager.send_step(StepJobs(itertools.count(1)))
+    assert not manager.steps.draft.released_leases

@@ -476,9 +476,10 @@ class KvdManager(OffloadingManager):
         if self._queue is None or self.steps is None:
             return False, []
         session = self._enter_open_session()
-        released, self._queue.released_leases = self._queue.released_leases, []
+        self.steps.draft.released_leases += self._queue.released_leases
+        self._queue.released_leases = []
         lost, before = self.steps.lost_jobs(), self.steps.sent_s
-        was_sent = self.steps.send(jobs, released, session)
+        was_sent = self.steps.send(jobs, session)
         self._queue.step_ended(self.steps.sent_s != before, has_run=has_run)
         return was_sent, lost
 

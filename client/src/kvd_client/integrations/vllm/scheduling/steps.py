@@ -85,13 +85,12 @@ class StepSender:
         """The request has ended here and goes on elsewhere: hold what it stored."""
         self._hand_offs.add(tracked.request, offered_runs(tracked))
 
-    def send(self, jobs: StepJobs, released_leases: list[int], session: SessionView | None) -> bool:
+    def send(self, jobs: StepJobs, session: SessionView | None) -> bool:
         """Send the step. False: no session, none of its jobs will ever run.
 
         A step that gives no orders is sent only now and then, to renew the leases and to say
         what has ended: that can wait, and a message costs more than all that it says.
         """
-        self.draft.released_leases += released_leases
         was_sent = session is not None and self._send(jobs, session)
         if session is None:
             self._postpone()
@@ -111,7 +110,14 @@ class StepSender:
             return True
         self.draft = StepDraft()
         step.generation = session.generation
-        was_sent = self._connection.send_step(step)
+        try:
+            was_sent = self._connection.send_step(step)
+        except BaseException:  # what a signal's handler raises: the daemon may not have heard it
+            self.draft.released_leases += step.released_leases
+            self.draft.preempted += step.preempted
+            self.draft.finished += step.finished
+            self.draft.lookups.add(step.lookups)
+            raise
         if was_sent:
             self.sent_s = now
         else:
