@@ -94,8 +94,7 @@ def test_the_kernels_word_is_said_and_noted_until_it_goes_well_again(
         assert read(store, key(1))[0] is Outcome.DONE
         word = f"{directory}: writes fail: Read-only file system"
         assert [note for note in store.usage().notes if "fail" in note] == [word]
-    said = next(each for each in caplog.messages if "IO_ERROR" in each)
-    assert said == f"{directory}: IO_ERROR (1 so far): Read-only file system"
+    assert f"{directory}: IO_ERROR (1 so far): Read-only file system" in caplog.messages
     files.fault = lambda call, offset: None
     keep(store, range(8, 16))
     assert not any("fail" in note for note in store.usage().notes)
