@@ -133,12 +133,23 @@ def require_space(config: PoolConfig, figures: SpaceFigures) -> None:
             f"{_need(config)}, but the file system of {config.directory} has"
             f" {_size(figures.filesystem_free + held)} ({_size(held)} of it held by the pool"
             f" already){'' if together else f' for its {_size(need)} of tables'}: enlarge it"
-            f" (mount -o remount,size={-(-need // (1 << 20))}m, or an emptyDir's sizeLimit)"
+            f" (mount -o remount,size={_whole_mib(config, together=together)}m, or an emptyDir's"
+            " sizeLimit)"
             " or lower the pool's size"
         )
     if figures.extents_free is not None:
         _require_extents(config, figures, figures.extents_free + figures.extents_held)
     _require_memory(config, figures)
+
+
+def _whole_mib(config: PoolConfig, *, together: bool) -> int:
+    """MiB that hold all that the pool may want of its file system, not only what a start needs:
+    its reserve, and the table of checksums that it goes without where there is no room.
+    """
+    summed = config.payload_checksums or config.checksums_chosen
+    whole = replace(config, payload_checksums=summed)
+    extents = config.extents * config.extent_bytes if together else 0
+    return -(-(extents + whole.table_bytes + whole.reserve_bytes) // (1 << 20))
 
 
 def _require_extents(config: PoolConfig, figures: SpaceFigures, room: int) -> None:

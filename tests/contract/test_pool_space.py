@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import resource
 import tempfile
 from collections.abc import Callable
@@ -81,6 +82,18 @@ def test_what_the_pool_holds_already_counts_as_room() -> None:
 def test_what_does_not_fit_is_refused(changed: dict[str, int], said: str) -> None:
     with pytest.raises(PoolError, match=said):
         capacity_check.require_space(CONFIG, with_figures(**changed))
+
+
+@pytest.mark.parametrize("standing", [False, True])
+def test_the_size_to_mount_has_room_for_all_that_the_pool_may_want(standing: bool) -> None:
+    """Also for what a start does without: the reserve of a standing pool, and checksums."""
+    chosen = replace(CONFIG, checksums_chosen=True, checksums_reason="there is no room for them")
+    figures = with_figures(filesystem_free=GIB, standing=standing)
+    with pytest.raises(PoolError) as refused:
+        capacity_check.require_space(chosen, figures)
+    (advised,) = re.findall(r"remount,size=(\d+)m", str(refused.value))
+    enlarged = replace(figures, filesystem_free=int(advised) << 20, standing=False)
+    capacity_check.require_space(replace(chosen, payload_checksums=True), enlarged)
 
 
 def test_extents_on_huge_pages_are_no_common_memory() -> None:
