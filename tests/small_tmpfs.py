@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 _MNT_DETACH = 2
+_MS_RDONLY, _MS_REMOUNT = 1, 32
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,6 +33,13 @@ def mount_tmpfs(mount: Path, size: int, more: str = "") -> bool:
     """Mount an empty one there; whether that worked."""
     options = f"size={size},mode=0700{more}".encode()
     return bool(_libc.mount(b"none", os.fsencode(mount), b"tmpfs", 0, options) == 0)
+
+
+def remount_read_only(mount: Path) -> None:
+    """From now on nobody writes there."""
+    flags = _MS_REMOUNT | _MS_RDONLY
+    done = _libc.mount(b"none", os.fsencode(mount), b"tmpfs", flags, None)
+    assert done == 0, os.strerror(ctypes.get_errno())
 
 
 def detach(mount: Path) -> None:

@@ -24,6 +24,12 @@ _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What a read may wait for without end, or never end of.
 _WAITED_FOR = (stat.S_ISFIFO, stat.S_ISCHR, stat.S_ISBLK)
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# A directory that the daemon may not write to, and what to do.
+CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+CLOSED_FIX = (
+    "mount its file system for writing, let kvd write there (under systemd: ReadWritePaths= of its"
+    " unit), or name another directory"
+)
 
 
 class NotTrustedError(Exception):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.linux.own_directory import CLOSED, CLOSED_FIX, NotTrustedError, Wanted, require_own
 from kvd.linux.proc import locker_of, mapped_inodes, start_time_of
 from kvd.pool import sealed_json
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
@@ -46,11 +46,6 @@ _BLANK = b"\n"
 # kernel says then differs.
 _NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
-CLOSED_FIX = (
-    "mount its file system for writing, let kvd write there (under systemd: ReadWritePaths= of its"
-    " unit), or name another directory"
-)
 
 
 class MoverRecord(NamedTuple):
@@ -132,7 +127,7 @@ def own_pool(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        if error.errno not in _CLOSED:
+        if error.errno not in CLOSED:
             raise
         raise PoolError(
             f"pool_directory {path.parent} can't be written to ({error.strerror}): {CLOSED_FIX}"

@@ -14,8 +14,10 @@ from kvd.tiers.disk import index_file
 from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk import store as store_module
 from kvd.tiers.disk.index_file import IndexFile, Known
+from kvd.tiers.disk.owner import owned
 from kvd.tiers.disk.store import DiskStore
 from kvd.tiers.store import TierError, TierUnusable
+from tests.small_tmpfs import remount_read_only, small_tmpfs
 from tests.tiers.contract import has, keep, key, soon
 from tests.tiers.faulty_files import FaultyFiles
 from tests.tiers.test_disk_contract import options_of
@@ -111,6 +113,17 @@ def test_an_index_that_the_disk_refuses_to_read_is_lost_only_where_it_goes_on(
     assert store.usage().blocks == (4 if refusals == 2 else 0)
     assert is_the_old_one(tmp_path / "disk") is (refusals == 2)
     store.close()
+
+
+def test_a_directory_of_a_read_only_file_system_is_refused_with_the_fix(tmp_path: Path) -> None:
+    """As under systemd where a disk is not mounted, or ReadWritePaths= does not name it."""
+    said = r"Read-only file system; mount .*ReadWritePaths="
+    with small_tmpfs(tmp_path / "data1", 1 << 20) as mount:
+        (mount / "there").mkdir(mode=0o700)
+        remount_read_only(mount)
+        for name in ("there", "missing"):
+            with pytest.raises(TierUnusable, match=said):
+                owned(mount / name)
 
 
 class Clock:

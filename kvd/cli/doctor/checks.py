@@ -16,7 +16,13 @@ from kvd.config.settings import Config
 from kvd.control.access.descriptors import COMFORTABLE, LEAST
 from kvd.control.http import try_to_listen
 from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable, require_group
-from kvd.linux.own_directory import NotTrustedError, Wanted, require_own, require_place
+from kvd.linux.own_directory import (
+    CLOSED_FIX,
+    NotTrustedError,
+    Wanted,
+    require_own,
+    require_place,
+)
 from kvd.pool.capacity_check import (
     is_shared,
     measure,
@@ -28,7 +34,7 @@ from kvd.pool.capacity_check import (
 )
 from kvd.pool.choices import settled
 from kvd.pool.config import PoolConfig, PoolError
-from kvd.pool.ownership import CLOSED_FIX, refuse_owned, require_files, require_writable
+from kvd.pool.ownership import refuse_owned, require_files, require_writable
 from kvd.processes import extras
 from kvd.tiers.kinds import check_options, require_library
 from kvd.tiers.store import LibraryMissing, TierUnusable

@@ -8,7 +8,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.linux.own_directory import CLOSED, CLOSED_FIX, NotTrustedError, Wanted, require_own
 from kvd.linux.proc import mount_under
 from kvd.tiers.store import TierUnusable
 
@@ -26,7 +26,8 @@ def owned(directory: Path) -> int:
     except OSError as error:
         if error.errno == errno.EISDIR:
             raise TierUnusable(NOT_PLAIN.format(directory / "lock")) from error
-        raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
+        fix = f"; {CLOSED_FIX}" if error.errno in CLOSED else ""
+        raise TierUnusable(f"directories: {directory}: {error.strerror}{fix}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
