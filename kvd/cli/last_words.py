@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from kvd.cli.exits import EXIT_MISUSED, Failure
+from kvd.linux.standard_streams import goes_to_journal
 from kvd.observability import logs
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def end(message: str, exit_code: int, log_format: str) -> int:
     """The exit code, once the log has the message. Failure: people alone would read it there."""
-    if log_format == "text" and not logs.goes_to_journal(sys.stderr):
+    if log_format == "text" and not goes_to_journal(sys.stderr):
         raise Failure(message, exit_code)
     logs.start("info", log_format)
     log.critical("%s", message)

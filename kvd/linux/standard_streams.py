@@ -8,6 +8,7 @@ import select
 import stat
 import sys
 from pathlib import Path
+from typing import TextIO
 
 LAST = 2  # of their descriptors: standard error's
 PIECE_BYTES = 4096  # a pipe that has room at all has room for so much
@@ -55,6 +56,15 @@ class PromptErrors(io.TextIOBase):
                 break
             left = left[done:]
         return len(text)
+
+
+def goes_to_journal(stream: TextIO) -> bool:
+    """Whether the journal reads what is written there: systemd says so, by device and inode."""
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):  # it is no file
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 def own_way_to(fd: int) -> int | None:

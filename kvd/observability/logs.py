@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TextIO
 
-from kvd.linux.standard_streams import PIECE_BYTES, own_way_to
+from kvd.linux.standard_streams import PIECE_BYTES, goes_to_journal, own_way_to
 from kvd.observability import floods
 from kvd.observability.floods import COUNTED, Floods
 from kvd.observability.printable import printable_lines
@@ -156,15 +156,6 @@ class PromptHandler(logging.StreamHandler[TextIO]):
 def _left_out(lines: int) -> logging.LogRecord:
     message = f"{lines} lines were left out: nobody read the log, or its disk was full"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, None, None)
-
-
-def goes_to_journal(stream: TextIO) -> bool:
-    """Whether the journal reads what is written there: systemd says so, by device and inode."""
-    try:
-        status = os.fstat(stream.fileno())
-    except (OSError, ValueError):  # it is no file
-        return False
-    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 def timestamp(record: logging.LogRecord) -> str:

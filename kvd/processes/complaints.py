@@ -7,6 +7,8 @@ import resource
 import sys
 import time
 
+from kvd.linux.standard_streams import goes_to_journal
+
 # Why a process could not be started, and the fix.
 NO_MORE_PROCESSES = (
     "there are as many processes and threads as there may be: raise TasksMax of the service, the"
@@ -15,6 +17,7 @@ NO_MORE_PROCESSES = (
 _NO_THREAD = "can't start new thread"  # Python's word
 MAX_COMPLAINTS = 100
 COMPLAINT_SECONDS = 60.0  # after that, one more in so long: such a process may run for months
+WARNING = "<4>"  # in front of a line, as the journal takes priorities: sd-daemon(3)
 _said = 0
 _began = time.monotonic()
 _title = "mover"
@@ -47,5 +50,7 @@ def log_limited(message: str) -> None:
     global _said
     if _said < MAX_COMPLAINTS + (time.monotonic() - _began) // COMPLAINT_SECONDS:
         _said += 1
-        line = f"kvd {_title} {os.getpid()}: {message}\n"
-        print(line, end="", file=sys.stderr, flush=True)  # noqa: T201 - whole, in one write
+        line = f"kvd {_title} {os.getpid()}: {message}"
+        if goes_to_journal(sys.stderr):
+            line = WARNING + line.replace("\n", f"\n{WARNING}")
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # noqa: T201 - whole, in one write

@@ -32,6 +32,29 @@ def test_a_process_complains_so_often_and_then_once_in_a_while(
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
+SAYS_LITTLE = """
+import os
+from kvd.processes.child import bind_life_to
+from kvd.processes.complaints import introduce, log_limited
+bind_life_to(os.getppid())
+introduce("tier disk")
+log_limited("its place is gone\\nfor good")
+"""
+
+
+def test_the_journal_takes_what_a_process_complains_of_for_warnings(tmp_path: Path) -> None:
+    """`journalctl -p warning` leaves out what has no priority."""
+    with (tmp_path / "log").open("wb") as log:
+        status = os.fstat(log.fileno())
+        environment = {**os.environ, "JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
+        command = [sys.executable, "-c", SAYS_LITTLE]
+        subprocess.run(command, check=True, stderr=log, env=environment)
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert first.startswith("<4>kvd tier disk ")
+    assert first.endswith(": its place is gone")
+    assert second == "<4>for good"
+
+
 SAYS_MUCH = """
 import logging, os, threading
 from kvd.processes.child import bind_life_to

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from kvd.linux.standard_streams import goes_to_journal
 from kvd.observability.logs import (
     JournalFormatter,
     JsonFormatter,
     PromptHandler,
     TextFormatter,
-    goes_to_journal,
 )
 from tests.control.daemon_rig import RawEngine, identity
 from tests.control.running_daemon import RunningDaemon, daemon
