@@ -77,11 +77,8 @@ class ArenaStore:
             np.copyto(np.frombuffer(part, dtype=np.uint8), self._arena[at : at + part.nbytes])
         return [Outcome.DONE] * len(blocks)
 
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        """Nothing here asks for it."""
-
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
-        """Nor for this."""
+        """Nothing here asks for it."""
 
     def usage(self) -> TierUsage:
         return TierUsage(len(self._places), ARENA_BYTES, ARENA_BYTES)

@@ -152,8 +152,7 @@ class TierLoop:
             case TierFrame.CALL_OFF:
                 work = self._lanes.withdraw(OrderId(frames.unpack_number(body)))
                 if work is not None:
-                    late = time.monotonic() >= work.order.deadline
-                    self._refuse(work, ProcessReason.LATE if late else ProcessReason.CALLED_OFF)
+                    self._refuse(work, ProcessReason.LATE)
             case TierFrame.ASK_USAGE:
                 self._usage_wanted.release()
             case TierFrame.TELL_LEFT:
@@ -268,8 +267,6 @@ class TierLoop:
                 return self._read(order, lent)
             case TierFrame.WRITE:
                 return self._write(order, lent)
-            case TierFrame.DELETE:
-                self._store.delete(_keys(order), deadline)
             case _:
                 scopes = [part for part in order.content if isinstance(part, bytes)]
                 self._store.delete_scopes(scopes, deadline)

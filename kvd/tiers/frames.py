@@ -46,19 +46,21 @@ MAX_LEFT_SCOPES = 32
 
 
 class TierFrame(enum.IntEnum):
-    """The kinds of frames. Down: control to the tier's process. Up: the other way."""
+    """The kinds of frames. Down: control to the tier's process. Up: the other way.
+
+    Both are of one release (`kvd/processes/release.py`): another may have other numbers.
+    """
 
     CONFIGURE = 1
     EXISTS = 2
     READ = 3
     WRITE = 4
-    DELETE = 5
-    DELETE_SCOPES = 6
-    CALL_OFF = 7
-    ASK_USAGE = 8
-    UNMAP_ROW = 9
-    STOP = 10
-    TELL_LEFT = 11
+    DELETE_SCOPES = 5
+    CALL_OFF = 6
+    ASK_USAGE = 7
+    UNMAP_ROW = 8
+    STOP = 9
+    TELL_LEFT = 10
     HELLO = 32
     REFUSED = 33
     ANSWER = 34
@@ -73,7 +75,6 @@ ORDERS = frozenset(
         TierFrame.EXISTS,
         TierFrame.READ,
         TierFrame.WRITE,
-        TierFrame.DELETE,
         TierFrame.DELETE_SCOPES,
     }
 )
@@ -92,7 +93,7 @@ class ProcessReason(enum.StrEnum):
     """Why an order was not answered, beside what a store says. Stable: labels of a metric."""
 
     LATE = "LATE"  # its deadline passed
-    CALLED_OFF = "CALLED_OFF"
+    CALLED_OFF = "CALLED_OFF"  # the process is to stop
     NOT_MAPPED = "NOT_MAPPED"  # an extent that can't be mapped, or is being unmapped
     STORE_RAISED = "STORE_RAISED"  # the store broke its promise: only TierError may come out
     STORE_LIED = "STORE_LIED"  # so many answers as were not asked for, or impossible ones

@@ -6,7 +6,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -225,18 +225,12 @@ class TierProcess(OwnedProcess):
         """
         return self._give(Order(order, TierFrame.WRITE, deadline, tuple(blocks), again, tenant))
 
-    def delete(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
-        """Have blocks forgotten, also those of writes that were ordered before."""
-        return self._give(Order(order, TierFrame.DELETE, deadline, tuple(keys)))
-
     def delete_scopes(self, order: OrderId, scopes: Sequence[bytes], deadline: float) -> bool:
-        """Have every block of scopes that begin with one of these forgotten, likewise."""
-        return self._give(Order(order, TierFrame.DELETE_SCOPES, deadline, tuple(scopes)))
+        """Have every block of scopes that begin with one of these forgotten.
 
-    def call_off(self, order: OrderId) -> None:
-        """Have an order not started, if it's not too late; it ends in order_ended either way."""
-        if order in self._given:
-            self._write(TierFrame.CALL_OFF, frames.pack_number(order))
+        Also those of writes that were ordered before.
+        """
+        return self._give(Order(order, TierFrame.DELETE_SCOPES, deadline, tuple(scopes)))
 
     def unmap_row(self, row: RowId, extents: Sequence[int]) -> bool:
         """Have a row's extents unmapped once no copy uses them; answered by row_unmapped.
@@ -263,11 +257,6 @@ class TierProcess(OwnedProcess):
     def why_ending(self) -> str:
         """Why it was told to go; "" where it was not, or nobody knows."""
         return self._reason
-
-    @property
-    def queued(self) -> dict[str, int]:
-        """Keys and blocks that were given and not answered, by kind."""
-        return {kind.name.lower(): self._queued[kind].whole for kind in _LANES}
 
     def _give(self, order: Order) -> bool:
         assert order.order not in self._given, "two open orders have one number"
@@ -349,9 +338,6 @@ class TierProcess(OwnedProcess):
         given = self._given.get(answer.order)
         if given is None:
             raise BadFrame(f"an answer to order {answer.order}, which is not open")
-        if given.state is OrderState.LATE and answer.reason == ProcessReason.CALLED_OFF:
-            # It was called off for its deadline; the loop's timer fires up to 1 ms early.
-            answer = replace(answer, reason=ProcessReason.LATE)
         _require_possible(answer, given.order)
         _require_sums(answer, given.order, wanted=self._wants_sums)
         self._end_order(given, answer)
@@ -453,10 +439,7 @@ def _lane(order: Order) -> TierFrame:
 def _require_possible(answer: TierAnswer, order: Order) -> None:
     """BadFrame where it is no answer to this order."""
     values = answer.values
-    if answer.end is not OrderEnd.ANSWERED or order.kind in {
-        TierFrame.DELETE,
-        TierFrame.DELETE_SCOPES,
-    }:
+    if answer.end is not OrderEnd.ANSWERED or order.kind is TierFrame.DELETE_SCOPES:
         if len(values):
             raise BadFrame(f"{len(values)} values of an order that has none")
         return

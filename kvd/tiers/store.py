@@ -204,9 +204,6 @@ class TierStore(Protocol):
         block whose bytes prove wrong is FAILED once and MISSING from then on.
         """
 
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        """Forget these blocks, where they are there. As `delete_scopes`."""
-
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         """Forget every block of at most MAX_SCOPES_PER_CALL scopes, each named by its first bytes.
 

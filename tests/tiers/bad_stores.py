@@ -91,9 +91,6 @@ class Raises(_Store):
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         return self._raise()  # type: ignore[no-any-return]
 
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        self._raise()
-
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         self._raise()
 

@@ -19,6 +19,7 @@ from kvd.tiers.store import (
     MAX_BLOCKS_PER_CALL,
     MAX_SCOPES_PER_CALL,
     NAMESPACE_BYTES,
+    SCOPE_BYTES,
     NamesWhatLeaves,
     Outcome,
     TierBlock,
@@ -139,7 +140,6 @@ class TierStoreContract:
         assert store.exists([], soon()) == []
         assert store.write([], soon()) == []
         assert store.read([], soon()) == []
-        store.delete([], soon())
         store.delete_scopes([], soon())
 
     def test_unknown_block_is_missing(self, store: TierStore) -> None:
@@ -194,28 +194,16 @@ class TierStoreContract:
         assert write(store, source(short, content(1))) == [Outcome.DONE]
         assert store.exists([short, long, padded], soon()) == [True, False, False]
 
-    def test_deleted_blocks_are_gone_and_may_come_again(self, opened: Opened) -> None:
-        store = opened()
-        keep(store, range(8))
-        store.delete([key(n) for n in (1, 2, 99, 1)], soon())
-        gone = [n not in (1, 2) for n in range(8)]
-        assert [has(store, n) for n in range(8)] == gone
-        store.close()
-        store = opened()
-        assert [has(store, n) for n in range(8)] == gone
-        keep(store, [1])
-        assert has(store, 1)
-        store.close()
-
     def test_deleted_scope_is_gone_and_no_other(self, opened: Opened) -> None:
         store = opened()
         keep(store, range(8))
         keep(store, range(8), OTHER)
         store.delete_scopes([ONE, b"?" * 32], soon())
         assert not any(has(store, n) for n in range(8))
+        keep(store, [5])
         store.close()
         store = opened()
-        assert not any(has(store, n) for n in range(8))
+        assert [n for n in range(8) if has(store, n)] == [5]
         assert all(has(store, n, OTHER) for n in range(8))
         keep(store, [3])
         assert [has(store, n) for n in (2, 3)] == [False, True]
@@ -272,7 +260,6 @@ class TierStoreContract:
             assert sorted(left) == sorted(gone)
             kept -= {n for n in kept if key(n) in gone}
         assert len(kept) <= ROOM_BLOCKS
-        store.delete([key(n) for n in list(kept)[:4]], soon())
         store.delete_scopes([ONE], soon())
         assert store.take_left() == [], "what was deleted is named"
         keep(store, range(4))
@@ -298,19 +285,17 @@ class TierStoreContract:
             lambda: store.exists([key(1)], late),
             lambda: store.write([source(key(2), content(2))], late),
             lambda: store.read([target(key(1), BLOCK_BYTES)], late),
-            lambda: store.delete([key(1)], late),
             lambda: store.delete_scopes([ONE], late),
         ):
             with pytest.raises(TierTimeout):
                 call()
         assert store.exists([key(1), key(2)], soon()) == [True, False]
-        assert store.usage().errors[TierReason.TIMEOUT] == 5
+        assert store.usage().errors[TierReason.TIMEOUT] == 4
 
     def test_the_largest_calls_are_answered(self, store: TierStore) -> None:
         keys = [key(n) for n in range(MAX_BLOCKS_PER_CALL)]
         scopes = [n.to_bytes(32, "big") for n in range(MAX_SCOPES_PER_CALL)]
         assert store.exists(keys, late_enough()) == [False] * len(keys)
-        store.delete(keys, late_enough())
         store.delete_scopes(scopes, late_enough())
 
     def test_a_closed_store_says_so(self, opened: Opened) -> None:
@@ -326,6 +311,9 @@ class TierStoreContract:
         numbers, end = range(2 * ROOM_BLOCKS), time.monotonic() + 2
         wrong: list[int] = []
 
+        def scope_of(number: int) -> bytes:
+            return bytes([number % 16]) * SCOPE_BYTES
+
         def work(seed: int) -> int:
             draw = np.random.default_rng(seed)
             calls = 0
@@ -333,11 +321,12 @@ class TierStoreContract:
                 some = [int(n) for n in draw.choice(numbers, 6)]
                 match int(draw.integers(8)):
                     case 0:
-                        store.delete([key(n) for n in some[:2]], soon())
+                        store.delete_scopes([scope_of(n) for n in some[:2]], soon())
                     case 1 | 2 | 3:
-                        store.write([source(key(n), content((n, ONE))) for n in some], soon())
+                        blocks = [source(key(n, scope_of(n)), content((n, ONE))) for n in some]
+                        store.write(blocks, soon())
                     case _:
-                        blocks = [target(key(n), BLOCK_BYTES) for n in some]
+                        blocks = [target(key(n, scope_of(n)), BLOCK_BYTES) for n in some]
                         outcomes = store.read(blocks, soon())
                         for n, block, outcome in zip(some, blocks, outcomes, strict=True):
                             if outcome is Outcome.FAILED or (
@@ -351,7 +340,7 @@ class TierStoreContract:
         with ThreadPoolExecutor(store.concurrency) as pool:
             assert min(pool.map(work, range(store.concurrency))) > 3
         assert wrong == []
-        store.delete_scopes([ONE], soon())
+        store.delete_scopes(list(map(scope_of, numbers)), soon())
         assert self.holds(store, 0)
         keep(store, range(ROOM_BLOCKS))  # no place was lost
         store.close()

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from kvd.tiers.disk.store import DiskStore
-from tests.tiers.contract import ONE, content, key, soon, source
+from tests.tiers.contract import ONE, OTHER, content, key, soon, source
 
 if __name__ == "__main__":
     draw = np.random.default_rng(int(sys.argv[2]))
@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.stdout.flush()
     while True:
         some = [int(n) for n in draw.choice(200, 8, replace=False)]
-        store.write([source(key(n), content((n, ONE))) for n in some], soon())
+        scope = OTHER if draw.integers(4) == 0 else ONE
+        store.write([source(key(n, scope), content((n, scope))) for n in some], soon())
         if draw.integers(6) == 0:
-            store.delete([key(n) for n in some[:2]], soon())
+            store.delete_scopes([OTHER], soon())

@@ -62,13 +62,6 @@ class MemoryStore:
         self._begin(deadline)
         return [self._read(block, deadline) for block in blocks]
 
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        require_keys(keys)
-        self._begin(deadline)
-        with self._lock:
-            for key in keys:
-                self._forget(key)
-
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         require_scopes(scopes)
         self._begin(deadline)

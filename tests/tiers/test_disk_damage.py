@@ -134,7 +134,7 @@ def test_index_that_lost_its_end_is_no_wrong_byte(directory: Path, tmp_path: Pat
 def test_slab_that_lost_its_end_is_no_wrong_byte(directory: Path) -> None:
     old = (directory / "slab").read_bytes()
     store = opened(directory)
-    store.delete([key(n) for n in range(BLOCKS)], soon())
+    store.delete_scopes([ONE], soon())
     keep(store, range(100, 116))
     store.close()
     (directory / "slab").write_bytes(old)
@@ -144,9 +144,9 @@ def test_slab_that_lost_its_end_is_no_wrong_byte(directory: Path) -> None:
     store.close()
 
 
-def has_right(store: DiskStore, number: int) -> bool:
-    outcome, found = read(store, key(number))
-    assert outcome is not Outcome.DONE or found == content((number, ONE))
+def has_right(store: DiskStore, number: int, scope: bytes = ONE) -> bool:
+    outcome, found = read(store, key(number, scope))
+    assert outcome is not Outcome.DONE or found == content((number, scope))
     return outcome is Outcome.DONE
 
 
@@ -388,7 +388,11 @@ def test_a_disk_that_knows_too_many_scopes_does_not_look_through_them_for_each_n
     assert new_scopes(range(16)) == [True] * 16
     assert new_scopes(range(100, 120)) == [False] * 20
     assert looks == [0]
-    store.delete([key(1, bytes(32))], soon())
+    wrong = (tmp_path / "a" / "slab").read_bytes().index(content(0))
+    with (tmp_path / "a" / "slab").open("r+b") as slab:
+        slab.seek(wrong)
+        slab.write(bytes(8))
+    assert read(store, key(1, bytes(32)))[0] is Outcome.FAILED, "its scope has no block any more"
     monkeypatch.setattr(time, "monotonic", later(disk_module.FORGET_SCOPES_AGAIN_S))
     assert new_scopes(range(200, 202)) == [True, False]
     assert looks == [0, 1]
@@ -553,7 +557,7 @@ def test_store_that_is_killed_again_and_again_gives_no_wrong_byte(tmp_path: Path
         store = DiskStore(options)
         assert store.usage().errors == {}
         for n in range(200):
-            found += has_right(store, n)
+            found += has_right(store, n) + has_right(store, n, OTHER)
         store.close()
     assert found > 200
 

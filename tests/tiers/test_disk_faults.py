@@ -227,7 +227,7 @@ def test_a_file_system_that_zeroes_no_range_is_written_zeros(
     store = opened(directory, files)
     keep(store, range(32))
     files.fault = lambda call, offset: errno.EOPNOTSUPP if call == "zero" else None
-    store.delete([key(n) for n in range(32)], soon())
+    store.delete_scopes([ONE], soon())
     store.close()
     assert not any((directory / "slab").read_bytes()[1 << 20 :])
 
@@ -286,13 +286,13 @@ def test_a_deletion_waits_for_who_reads_until_its_deadline(
     assert begun.wait(10)
     began = time.monotonic()
     with pytest.raises(TierTimeout):
-        store.delete([key(1)], began + 0.2)
+        store.delete_scopes([ONE], began + 0.2)
     assert time.monotonic() - began < 2
     assert store.exists([key(1)], soon()) == [False]
     go_on.set()
     reading.join()
     assert bytes(blocks[0].parts[0]) == content((1, ONE))
-    store.delete([key(1)], soon())
+    store.delete_scopes([ONE], soon())
     store.close()
 
 
@@ -368,7 +368,7 @@ def test_an_index_that_cannot_be_written_is_given_up_and_blocks_stay(
         assert time.monotonic() < end
         time.sleep(0.05)
     assert all(has(store, n) for n in range(8))
-    store.delete([key(1)], soon())  # no later start can find it
+    store.delete_scopes([ONE], soon())  # no later start can find it
     store.close()
     monkeypatch.setattr(IndexFile, "commit", commit)
     store = opened(directory)
@@ -386,6 +386,8 @@ def test_an_index_that_was_given_up_is_written_anew_where_it_can_be(
     store = opened(directory, regions=64)
     keep(store, range(30))
     keep(store, range(10), OTHER)
+    for scope in (b"4" * 32, b"5" * 32):
+        keep(store, [1, 2], scope)
 
     def refuse(self: IndexFile, *arguments: object, **more: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
@@ -395,17 +397,18 @@ def test_an_index_that_was_given_up_is_written_anew_where_it_can_be(
         keep(store, [30])
         until(lambda: store.usage().notes != ())
         store.delete_scopes([OTHER], soon())
-        store.delete([key(1)], soon())
+        store.delete_scopes([b"4" * 32], soon())
         keep(store, [1], b"3" * 32)
         time.sleep(0.5)  # it is tried, and fails yet
         assert "given up" in store.usage().notes[0]
     until(lambda: not store.usage().notes)
     keep(store, [5], OTHER)
-    store.delete([key(2)], soon())
+    store.delete_scopes([b"5" * 32], soon())
     store.close()
     store = opened(directory, regions=64)
     assert store.usage().errors == {}
-    assert [n for n in range(31) if not has(store, n)] == [1, 2]
+    assert all(has(store, n) for n in range(31))
+    assert not any(has(store, n, scope) for n in (1, 2) for scope in (b"4" * 32, b"5" * 32))
     assert [n for n in range(10) if has(store, n, OTHER)] == [5]
     assert has(store, 1, b"3" * 32)
     store.close()
@@ -416,6 +419,7 @@ def test_a_deletion_that_no_index_keeps_is_not_told_as_done(
 ) -> None:
     store = opened(directory)
     keep(store, range(4))
+    keep(store, range(4), OTHER)
 
     def refuse(self: IndexFile, *arguments: object, **more: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
@@ -423,11 +427,12 @@ def test_a_deletion_that_no_index_keeps_is_not_told_as_done(
     with monkeypatch.context() as patched:
         patched.setattr(IndexFile, "commit", refuse)
         with pytest.raises(TierError):
-            store.delete([key(1)], soon())
-    store.delete([key(1)], soon())
+            store.delete_scopes([OTHER], soon())
+    store.delete_scopes([OTHER], soon())
     store.close()
     store = opened(directory)
-    assert [has(store, n) for n in range(4)] == [True, False, True, True]
+    assert all(has(store, n) for n in range(4))
+    assert not any(has(store, n, OTHER) for n in range(4))
     store.close()
 
 

@@ -54,12 +54,6 @@ class DiskMachine(RuleBasedStateMachine):
             if outcome is Outcome.DONE:
                 assert self.kept[name] == (shape, b"".join(map(bytes, block.parts)))
 
-    @rule(names=keys)
-    def delete(self, names: list[TierKey]) -> None:
-        self.store.delete(names, soon())
-        for name in names:
-            self.kept.pop(name, None)
-
     @rule(scope=st.sampled_from([ONE, OTHER]))
     def delete_scope(self, scope: bytes) -> None:
         self.store.delete_scopes([scope], soon())

@@ -18,7 +18,7 @@ from kvd.tiers.disk.owner import owned
 from kvd.tiers.disk.store import DiskStore
 from kvd.tiers.store import TierError, TierUnusable
 from tests.small_tmpfs import remount_read_only, small_tmpfs
-from tests.tiers.contract import has, keep, key, soon
+from tests.tiers.contract import OTHER, has, keep, soon
 from tests.tiers.faulty_files import FaultyFiles
 from tests.tiers.test_disk_contract import options_of
 from tests.tiers.valkey_rig import until
@@ -35,6 +35,7 @@ def test_an_index_that_could_not_be_set_aside_is_written_anew_too(
     monkeypatch.setattr(rows_module, "ANEW_S", 0.2)
     store = opened(tmp_path)
     keep(store, range(4))
+    keep(store, [1], OTHER)
 
     def refuse(self: IndexFile, *arguments: object, **more: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
@@ -48,14 +49,15 @@ def test_an_index_that_could_not_be_set_aside_is_written_anew_too(
         keep(store, range(4, 8))
         until(lambda: store.usage().notes != ())
         with pytest.raises(TierError, match="set aside"):
-            store.delete([key(1)], soon())
+            store.delete_scopes([OTHER], soon())
         assert "given up" in store.usage().notes[0]
     until(lambda: not store.usage().notes)
     keep(store, [8])
     store.close()
     store = opened(tmp_path)
     assert store.usage().errors == {}
-    assert [n for n in range(9) if not has(store, n)] == [1]
+    assert all(has(store, n) for n in range(9))
+    assert not has(store, 1, OTHER)
     store.close()
 
 

@@ -14,7 +14,7 @@ EXISTS, READ, WRITE, DELETE = (
     TierFrame.EXISTS,
     TierFrame.READ,
     TierFrame.WRITE,
-    TierFrame.DELETE,
+    TierFrame.DELETE_SCOPES,
 )
 
 

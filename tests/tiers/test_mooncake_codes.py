@@ -360,29 +360,9 @@ def test_a_call_after_which_bytes_may_still_come_never_returns(
 # -- deleting ---------------------------------------------------------------------------------
 
 
-def test_a_block_that_is_being_written_is_deleted_when_it_is(
-    library: FakeLibrary, kept: MooncakeStore
-) -> None:
-    keep(kept, [1])
-    left = [3]
-
-    def fault(call: str, name: str) -> int | None:
-        if call != "remove" or not left[0]:
-            return None
-        left[0] -= 1
-        return codes.NOT_READY
-
-    library.fault = fault
-    kept.delete([key(1)], soon())
-    assert library.values == {}
-
-
 def test_a_delete_that_can_not_be_promised_raises(
     library: FakeLibrary, kept: MooncakeStore
 ) -> None:
-    fault_of(library, "remove", {1: codes.NOT_READY})
-    with pytest.raises(TierTimeout):
-        kept.delete([key(1), key(2)], time.monotonic() + 0.1)
     library.fault = lambda call, name: codes.RPC_TIMED_OUT if call == "regex" else None
     with pytest.raises(TierError) as raised:
         kept.delete_scopes([ONE], soon())

@@ -169,8 +169,6 @@ def test_a_bucket_that_is_away_costs_one_wait_and_is_met_again(server: S3Server)
         assert raised.value.reason in (TierReason.UNREACHABLE, TierReason.TIMEOUT)
         with pytest.raises(TierError):
             store.delete_scopes([ONE], soon())
-        with pytest.raises(TierError):
-            store.delete([key(1)], soon())
         assert "does not answer" in store.usage().notes[0]
     finally:
         server.signal(signal.SIGCONT)

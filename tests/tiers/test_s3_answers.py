@@ -264,7 +264,7 @@ def test_what_says_nothing_of_an_object_is_a_failure(
     store = S3Store(options_of(answering.server_port, tmp_path))
     assert store.write([source(key(1), bytes(8))], soon()) == [Outcome.FAILED]
     with pytest.raises(TierError):
-        store.delete([key(1)], soon())
+        store._bucket.remove([store._bucket.name_of(key(1))])
     if status == 404:
         assert store.exists([key(1)], soon()) == [False]
         assert read(store, key(1), 8)[0] is Outcome.MISSING
@@ -425,8 +425,6 @@ def test_nothing_is_cleared_where_a_page_for_people_answers_for_the_bucket(
     store = S3Store(options_of(answering.server_port, tmp_path))
     with pytest.raises(TierError, match="is no bucket"):
         store.delete_scopes([of], soon())
-    with pytest.raises(TierError):
-        store.delete([key(1)], soon())
     store.close()
 
 

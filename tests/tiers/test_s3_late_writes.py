@@ -132,8 +132,6 @@ def test_a_deletion_waits_for_writes_that_had_no_answer(
     with pytest.raises(TierTimeout, match="may happen yet"):
         store.delete_scopes([of], soon())
     assert server.lists == lists, "a bucket is paid for what is listed"
-    with pytest.raises(TierTimeout, match="may happen yet"):
-        store.delete([key(1)], soon())
     server.in_time.set()
     until(lambda: bool(server.names))
     store.delete_scopes([OTHER], soon())

@@ -58,18 +58,14 @@ class Churn:
         match draw.randrange(8):
             case 0:
                 taken = self._tier.exists(order, keys(*numbers), deadline)
-            case 1:
-                taken = self._tier.delete(order, keys(numbers[0]), deadline)
-            case 2 if draw.random() < 0.05:
+            case 1 if draw.random() < 0.1:
                 taken = self._tier.delete_scopes(order, [SCOPE], deadline)
-            case 2 | 3 | 4:
+            case 1 | 2 | 3 | 4:
                 taken = self._tier.write(order, placed(numbers, numbers), deadline)
             case _:
                 taken = self._read(order, numbers, deadline)
         if taken:
             self.taken.add(order)
-            if draw.random() < 0.05:
-                self._tier.call_off(order)
 
     def _read(self, order: OrderId, numbers: list[int], deadline: float) -> bool:
         if len(self._free) < len(numbers):

@@ -35,6 +35,7 @@ from tests.tiers.tier_rig import (
     TierRig,
     keys,
     on_loop,
+    owed,
     placed,
     proc_text,
     soon,
@@ -169,9 +170,8 @@ async def test_what_a_store_raises_fails_its_orders_and_nothing_else(
             tier.read(first, placed([1, 2], [1, 2]), soon())
             tier.write(r.next_order(), placed([1, 2], [1, 2]), soon())
             tier.exists(r.next_order(), keys(1), soon())
-            tier.delete(r.next_order(), keys(1), soon())
             tier.delete_scopes(r.next_order(), [bytes(32)], soon())
-            for order in range(first, first + 5):
+            for order in range(first, first + 4):
                 answer = await r.sink.answer(order)
                 assert (answer.end, answer.reason) == (OrderEnd.FAILED, reason)
                 assert answer.bytes_copied == 0
@@ -211,7 +211,7 @@ async def test_lies_of_a_store_are_taken_for_nothing(lie: str) -> None:
             answer = await r.sink.answer(order)
             assert (answer.end, answer.reason) == (OrderEnd.FAILED, ProcessReason.STORE_LIED)
             assert answer.bytes_copied == 0
-        tier.delete(r.next_order(), keys(1), soon())
+        tier.delete_scopes(r.next_order(), [bytes(32)], soon())
         assert (await r.sink.answer(4)).end is OrderEnd.ANSWERED
 
 
@@ -374,7 +374,7 @@ async def test_questions_are_answered_at_their_deadline_whatever_the_store_does(
         began = time.monotonic()
         tier.exists(r.next_order(), keys(1), began + DEADLINE_S)
         tier.exists(r.next_order(), keys(2), began + DEADLINE_S)  # waits for the first
-        tier.delete(r.next_order(), keys(2), began + DEADLINE_S)
+        tier.delete_scopes(r.next_order(), [bytes(32)], began + DEADLINE_S)
         for order in (1, 2, 3):
             answer = await r.sink.answer(order)
             assert (answer.end, answer.reason) == (OrderEnd.FAILED, ProcessReason.LATE)
@@ -403,23 +403,6 @@ async def test_a_copy_that_did_not_start_in_time_is_told_apart_and_touches_nothi
         assert r.content(2) == untouched
         tier.exists(OrderId(50), keys(3), soon())
         assert (await r.sink.answer(50)).values.tolist() == [0]
-
-
-@on_loop
-async def test_an_order_that_is_called_off_in_time_never_starts() -> None:
-    async with tier_rig() as r:
-        tier = await r.start(BAD + "Slow", concurrency=1)
-        tier.write(r.next_order(), placed([1], [1]), soon())
-        await r.signed("writing")
-        tier.read(r.next_order(), placed([1], [2]), soon())
-        tier.call_off(OrderId(2))
-        tier.call_off(OrderId(2))
-        tier.call_off(OrderId(1))  # too late
-        tier.call_off(OrderId(77))
-        answer = await r.sink.answer(2)
-        assert (answer.end, answer.reason) == (OrderEnd.NEVER_STARTED, ProcessReason.CALLED_OFF)
-        r.sign("go")
-        assert await r.sink.outcomes(1) == [DONE]
 
 
 @on_loop
@@ -494,7 +477,7 @@ async def test_a_process_killed_in_mid_copy_is_told_once_and_last() -> None:
         assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
         assert r.sink.unmapped == [0]
         assert not tier.read(r.next_order(), placed([1], [2]), soon())
-        assert not any(tier.queued.values())
+        assert not any(owed(tier).values())
 
 
 @on_loop

@@ -310,7 +310,6 @@ def test_the_documented_rights_are_enough(cluster: ValkeyCluster, tmp_path: Path
     assert read(store, key(99), 1 << 20, 8)[0] is DONE
     assert set(outcomes_of_reading(store).values()) == {DONE}
     assert store.exists([key(1)], soon()) == [True]
-    store.delete([key(1)], soon())
     store.delete_scopes([ONE], soon())
     assert set(outcomes_of_reading(store).values()) == {MISSING}
     assert not store.usage().errors
@@ -340,7 +339,7 @@ def test_a_server_that_lost_all_is_noticed_once(server: ValkeyServer, how: str) 
     until(store.was_emptied)
     assert not store.was_emptied()
     until(lambda: keep_one(store))
-    store.delete([key(1)], soon())
+    store.delete_scopes([ONE], soon())
     store.close()
 
 
@@ -456,7 +455,7 @@ def test_a_name_that_is_a_list_costs_no_block_but_its_own(server: ValkeyServer) 
         assert all(has(store, n) for n in range(len(NUMBERS) + 1))
         server.call("DEL", name)
         server.call("RPUSH", name, "of another")
-        store.delete([key(2), key(3)], soon())
+        store.delete_scopes([ONE], soon())
         assert not has(store, 2)
         assert store.usage().errors == {}
 

@@ -34,7 +34,7 @@ from kvd.tiers.valkey.names import MAX_PIECES_TOLD, SLOTS, NameBook
 from kvd.tiers.valkey.options import ValkeyOptions
 from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, Servers, count_in
 from kvd.tiers.valkey.store import ValkeyStore
-from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, source
+from tests.tiers.contract import BLOCK_BYTES, ONE, content, has, keep, key, soon, source
 from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
 
 SECONDS = 0.5
@@ -390,7 +390,7 @@ def test_a_record_of_a_length_that_can_not_be_costs_its_block_alone(server: Valk
         assert has(store, 1)
         assert has(store, 2)
         store._servers.run(home, [["SET", name, record]], soon())
-        store.delete([key(1), key(2)], soon())
+        store.delete_scopes([ONE], soon())
         assert server.call("DBSIZE") == ":0\r\n"
 
 
@@ -514,7 +514,7 @@ def test_blocks_go_encrypted_where_both_sides_trust(server: ValkeyServer, tmp_pa
             large = source(key(99), content(99, 3 << 20), content(98, 8))
             assert store.write([large], soon()) == [Outcome.DONE]
             assert all(has(store, n) for n in range(8))
-            store.delete([key(1)], soon())
+            store.delete_scopes([ONE], soon())
             assert not has(store, 1)
         others: list[dict[str, object]] = [
             {},

@@ -184,6 +184,11 @@ def placed(
     return [PlacedBlocks(scope, hashes(numbers), extents, offsets, (PART_BYTES,) * SHARDS)]
 
 
+def owed(tier: TierProcess) -> dict[str, int]:
+    """Keys and blocks that were given and not answered, by the bound that they count for."""
+    return {kind.name: share.whole for kind, share in tier._queued.items()}
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Wait until something is so that nobody tells."""
     async with asyncio.timeout(PATIENCE_S):

@@ -283,18 +283,6 @@ class Disk:
 
     # -- deleting ---------------------------------------------------------------------------
 
-    def delete(self, scopes: Sequence[bytes], digests: U64, deadline: float) -> None:
-        """Forget these blocks for good. TierError."""
-        with self._lock:
-            known = self._scope_numbers(scopes)
-            for size_class in self._space.classes.values():
-                found = size_class.find(digests, known)
-                self._take_out(size_class, np.unique(found[found != NOWHERE]))
-                writing = self._writing(size_class)
-                mine = np.isin(size_class.digests[writing, 0], digests[:, 0])
-                self._take_out(size_class, writing[mine])
-        self._wipe_out(deadline)
-
     def delete_scopes(self, scopes: Iterable[bytes], deadline: float) -> None:
         """Forget every block of scopes that begin with one of these for good. TierError."""
         prefixes = tuple(scopes)
@@ -447,9 +435,6 @@ class Disk:
 
     def _offsets(self, size_class: DiskSizeClass, places: Slots) -> Slots:
         return size_class.offsets(places, self._space.region_bytes) + HEADER_BYTES
-
-    def _writing(self, size_class: DiskSizeClass) -> Slots:
-        return np.flatnonzero(size_class.states[size_class.in_use()] == PlaceState.WRITING)
 
     def _drop(self, size_class: DiskSizeClass, places: Slots) -> None:
         """Nobody finds these blocks any more; their places are free when nobody reads them."""

@@ -105,16 +105,6 @@ class DiskStore:
         self._run(batches, outcomes, Disk.begin_read, Disk.end_read)
         return outcomes
 
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        require_keys(keys)
-        self._begin_call(deadline)
-        digests, homes = self._homes(keys)
-        for number, disk in enumerate(self._disks):
-            rows = np.flatnonzero(homes == number)
-            scopes = [keys[row].scope for row in rows.tolist()]
-            if rows.size:
-                self._told(partial(disk.delete, scopes, digests[rows], deadline))
-
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         require_scopes(scopes)
         self._begin_call(deadline)

@@ -53,7 +53,6 @@ from kvd.tiers.store import (
 PIECES_AT_ONCE = 2  # of one batch
 ROOM_WAIT_S = 0.5  # for Mooncake's eviction, which begins when a block finds no room
 MAX_READ_TRIES = 3  # of a value that proves wrong: it may have been replaced meanwhile
-REMOVE_AGAIN_S = 0.02
 # Blocks with parts up to this go as one stretch of memory each, for a copy of them. By RDMA a
 # second stretch costs little.
 STAGED_PART_BYTES = {"tcp": 256 << 10, "rdma": 16 << 10}
@@ -140,20 +139,6 @@ class MooncakeStore:
         moves = moves_of(blocks, range(len(blocks)), self._staged_part_bytes)
         self._in_pieces(self._read_piece, moves, outcomes, deadline)
         return outcomes
-
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        require_keys(keys)
-        self._begin_call(deadline)
-        left = list(dict.fromkeys(map(name_of, keys)))
-        while left:
-            self._require_time(deadline)
-            answers = self._client.remove(left)
-            found = zip(left, answers, strict=True)
-            left = [name for name, code in found if code not in (codes.OK, codes.NOT_FOUND)]
-            self._require_some(answers)
-            if left:
-                self._client.require_master()
-                time.sleep(REMOVE_AGAIN_S)  # being written
 
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         require_scopes(scopes)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvd.tiers.gang import Gang
-from kvd.tiers.s3.bucket import REMOVED_AT_ONCE, Bucket
+from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.sealing import wipe
 from kvd.tiers.store import (
@@ -83,13 +83,6 @@ class S3Store:
         self._begin_call(deadline)
         found = self._each(blocks, self._read, deadline)
         return list(map(_outcome, found))
-
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        require_keys(keys)
-        self._begin_call(deadline)
-        for below in {self._bucket.below_scopes(key.scope) for key in keys}:
-            self._require_no_late_writes(below)
-        self._remove(list({self._bucket.name_of(key) for key in keys}), deadline)
 
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         require_scopes(scopes)
@@ -170,10 +163,6 @@ class S3Store:
             with self._lock:
                 self._errors[error.reason] += 1
             raise
-
-    def _remove(self, names: list[str], deadline: float) -> None:
-        groups = [names[at : at + REMOVED_AT_ONCE] for at in range(0, len(names), REMOVED_AT_ONCE)]
-        self._raise_first(self._each(groups, self._bucket.remove, deadline, is_patient=True))
 
     def _each(
         self,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvd.tiers.gang import Gang, require_time
-from kvd.tiers.sealing import record_bytes, record_in
+from kvd.tiers.sealing import record_bytes
 from kvd.tiers.store import (
     Found,
     Outcome,
@@ -31,7 +31,7 @@ from kvd.tiers.valkey.options import ValkeyOptions
 from kvd.tiers.valkey.servers import Servers, count_in, keys_of
 
 CALLS_AT_ONCE = 5
-NAMES_AT_ONCE = 1024  # that one command asks for or removes
+NAMES_AT_ONCE = 1024  # that one command asks for
 RUN_BYTES = 16 << 20  # whose names are made and looked for at once, while others move
 LEAST_IN_RUN = 64  # blocks
 MAX_UNFINISHED = 256  # deletions that are remembered how far they have come
@@ -145,11 +145,6 @@ class ValkeyStore:
         self._count(moves.values())
         return [move.outcome or Outcome.FAILED for move in moves.values()]
 
-    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        require_keys(keys)
-        self._begin_call(deadline)
-        self._told(partial(self._delete, keys, deadline))
-
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         require_scopes(scopes)
         self._begin_call(deadline)
@@ -192,22 +187,6 @@ class ValkeyStore:
         self._servers.close()
 
     # -- deleting -----------------------------------------------------------------------------
-
-    def _delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        self._servers.settle_doubts(deadline)
-        names = list({self._book.record_name(key) for key in keys})
-
-        def forget(home: str, some: list[bytes]) -> None:
-            heads = self._servers.heads(home, some, deadline)
-            commands: list[Command] = []
-            for name, head in zip(some, heads, strict=True):
-                suffixes = self._book.suffixes_told(record_in(head))
-                commands.append(["UNLINK", name, *(name + suffix for suffix in suffixes)])
-            _require_done(self._servers.run(home, commands, deadline, changes=True))
-
-        failed: Counter[TierReason] = Counter()
-        self._each(self._groups(names), forget, failed, deadline, is_patient=True)
-        _require_none(failed)
 
     def _delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
         """Look through all names of each server, again and again until there is none.
@@ -349,15 +328,13 @@ class ValkeyStore:
         call: Callable[[str, list[bytes]], None],
         failed: Counter[TierReason],
         deadline: float,
-        *,
-        is_patient: bool = False,
     ) -> None:
         """Call for each server; `failed` has what went wrong."""
 
         def one(home: str, some: list[bytes]) -> None:
             self._ends_well(partial(call, home, some), failed, len(some), deadline)
 
-        self._gang.do([partial(one, home, some) for home, some in groups], is_patient=is_patient)
+        self._gang.do([partial(one, home, some) for home, some in groups])
 
     def _ends_well(
         self, call: Callable[[], None], failed: Counter[TierReason], blocks: int, deadline: float
