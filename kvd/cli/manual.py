@@ -16,7 +16,6 @@ from kvd.cli.commands import CLI, COMMANDS
 
 PAGE = "kvd.1"
 GUIDE = "commands.md"
-WIDTH = 100
 EXIT_CODES = (
     (0, "done, and nothing is wrong; a list whose reader had enough, as `head`, counts as done"),
     (1, "failed: nobody answers, the daemon can't start, or the asked said no"),

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvd.core.keys import U64
 from kvd.tiers.store import TierBlock, TierKey
-from kvd.tiers.sums import contradict, sums_of, sums_of_each
+from kvd.tiers.sums import contradict, sums_of_each
 
 _SEAL_BYTES = 8
 _DIGEST_BYTES = 16
@@ -50,13 +50,11 @@ def seal_from(block: TierBlock, lengths: bytes, sums: U64) -> int:
     return int.from_bytes(taken.digest(), "little")
 
 
-def record_of(block: TierBlock) -> bytes:
-    """The sealed record of a block's bytes as they are now; reads all of them."""
-    return record_from(block, sums_of(block.parts))
-
-
 def sound_record_of(block: TierBlock) -> bytes | None:
-    """The same. None: the block has `sums`, and its bytes are others."""
+    """The sealed record of a block's bytes as they are now; reads all of them.
+
+    None: the block has `sums`, and its bytes are others.
+    """
     return sound_records_of([block])[0]
 
 

@@ -173,11 +173,11 @@ def test_what_was_found_stays_while_its_engine_only_waits(
     wait_until(lambda: len(steps) >= 3)
     assert leased(memory.batches) == 1
     memory.batches.options = BatchOptions(lease_s=0.1)
-    wait_until(lambda: not memory.batches._renewal.is_running)
+    wait_until(lambda: memory.batches._renewal._thread is None)
     assert leased(memory.batches) == 0
     assert steps[-1].finished, "the daemon is told"
     assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
-    assert memory.batches._renewal.is_running
+    assert memory.batches._renewal._thread is not None
     memory.close()
     daemon.end()
 
@@ -220,7 +220,7 @@ def test_without_a_thread_leases_are_not_renewed_and_all_else_works(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
-    assert not memory.batches._renewal.is_running
+    assert memory.batches._renewal._thread is None
     assert memory.batches.load([BlockRun(0, 0, prompt, range(8, 12))]) == [[True] * 4]
 
 

@@ -469,4 +469,4 @@ def test_one_thread_renews_leases_though_the_first_was_interrupted_as_it_began(
     assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
     wait_until(lambda: not begun[0].is_alive(), "the first thread's end")
     assert len(begun) == 2
-    assert memory.batches._renewal.is_running
+    assert memory.batches._renewal._thread is not None

@@ -14,15 +14,23 @@ import numpy as np
 from kvd.core.policy.base import UNKNOWN, Sight
 from kvd.core.policy.hazard import BINS, CLASSES, EDGES, HALVED_EVERY, SCORED_EVERY, scores
 from kvd.core.policy.turns import (
+    _TURN,
+    _TURN_MASK,
     CLEARLY_LESS,
     FIRST_TURNS,
     LONGEST_SILENCE_NS,
     MOST_TURNS,
     STAMP_SHIFT,
+    TurnsPolicy,
 )
 
 MayGo = Callable[[int], bool]
 WORD = (1 << 64) - 1
+
+
+def turn_of(policy: TurnsPolicy, slot: int) -> int:
+    """Of a known slot's block, as the policy itself has it."""
+    return int(policy._words[slot]) >> _TURN & _TURN_MASK
 
 
 @dataclass

@@ -15,6 +15,7 @@ from kvd.core.events import LeaseMode
 from kvd.core.keys import U64, MoverId, RequestId, SessionId, Slots, TenantId
 from kvd.core.policy import LruPolicy, Sight, TurnsPolicy
 from kvd.core.policy.base import UNKNOWN
+from tests.contract.turns_reference import turn_of
 from tests.core.bench import Bench, context, engine_blocks, keys, only, small
 
 
@@ -221,7 +222,7 @@ def turns(bench: Bench) -> list[int]:
     (owner,) = bench.machine.state.classes.values()
     policy = owner.policy
     assert isinstance(policy, TurnsPolicy)
-    return [policy.turn_of(int(slot)) for slot in policy.coldest(100)]
+    return [turn_of(policy, int(slot)) for slot in policy.coldest(100)]
 
 
 def test_slot_that_went_to_another_scope_is_not_renewed_with_the_old_prefix() -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from kvd.tiers.sealing import record_from
 from kvd.tiers.store import (
     MAX_BLOCKS_PER_CALL,
     MAX_SCOPES_PER_CALL,
@@ -97,6 +98,11 @@ def has(store: TierStore, number: int, scope: bytes = ONE) -> bool:
     assert outcome in (Outcome.DONE, Outcome.MISSING)
     assert outcome is Outcome.MISSING or found == content((number, scope))
     return outcome is Outcome.DONE
+
+
+def record_of(block: TierBlock) -> bytes:
+    """The sealed record of a block's bytes as they are now."""
+    return record_from(block, sums_of(block.parts))
 
 
 def summed(block: TierBlock) -> TierBlock:

@@ -15,11 +15,10 @@ from kvd.linux.calls import set_timer_slack
 from kvd.tiers.mooncake import client, codes, staging
 from kvd.tiers.mooncake.moves import MAX_STAGED_BYTES, name_of
 from kvd.tiers.mooncake.store import STAGED_PART_BYTES, MooncakeStore
-from kvd.tiers.sealing import record_of
 from kvd.tiers.store import Outcome, TierBlock, TierReason
 from kvd.tiers.sums import sums_of
 from tests.tiers import mooncake_cluster
-from tests.tiers.contract import content, key, memory, soon, source, target
+from tests.tiers.contract import content, key, memory, record_of, soon, source, target
 from tests.tiers.fake_mooncake import FakeLibrary, store_over
 
 LIMIT = STAGED_PART_BYTES["tcp"]

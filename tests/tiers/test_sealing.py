@@ -11,14 +11,13 @@ from kvd.tiers.sealing import (
     proves,
     record_bytes,
     record_in,
-    record_of,
     sound_records_of,
     wipe,
 )
 from kvd.tiers.store import TierBlock, TierKey
 from kvd.tiers.sums import sums_of
 from kvd_proto.limits import MAX_RANKS
-from tests.tiers.contract import ONE, OTHER, content, key, source
+from tests.tiers.contract import ONE, OTHER, content, key, record_of, source
 
 PARTS = (content("a", 4096), content("b", 8), content("c", 65536))
 

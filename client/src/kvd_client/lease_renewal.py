@@ -31,10 +31,6 @@ class LeaseRenewal:
         self._woken = threading.Event()
         self._thread = None
 
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None
-
     def begin(self, lease_s: float) -> None:
         """From now on, until nothing is left. Without a thread leases last as long as one.
 

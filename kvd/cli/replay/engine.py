@@ -41,7 +41,6 @@ NS_PER_MS = 1_000_000
 _TICK = 250 * NS_PER_MS  # as in the daemon
 _REST = 180_000 * NS_PER_MS  # with the tiers' longest deadline: then nothing is due any more
 
-_HOST = -1  # where a block was found that was in host memory
 _SESSION = SessionId(1)
 _MOVER = MoverId(1)
 

@@ -102,10 +102,6 @@ class TurnsPolicy:
         """Now, in the policy's own time."""
         return self._clock.stamp
 
-    def turn_of(self, slot: int) -> int:
-        """Of a known slot's block."""
-        return int(self._words[slot]) >> _TURN & _TURN_MASK
-
     # -- what comes and is used -----------------------------------------------------------------
 
     def insert(self, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:

@@ -66,10 +66,6 @@ class BlocksOnDevice:
         """Read this pool's queue from now on."""
         self._pool = pool
 
-    @property
-    def is_bound(self) -> bool:
-        return self._pool is not None
-
     def note(self, engine_blocks: Sequence[int], keys: Sequence[OffloadKey]) -> None:
         """These are computed once the step has run; zeros are no blocks."""
         self._computed.update(
