@@ -17,7 +17,9 @@ import pytest
 from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk import wiping
 from kvd.tiers.disk.files import SystemFiles
+from kvd.tiers.disk.index_file import IndexFile
 from kvd.tiers.disk.store import DiskStore
+from kvd.tiers.store import TierError
 from tests.tiers.contract import BLOCK_BYTES, ONE, OTHER, has, keep, soon
 from tests.tiers.test_disk_contract import options_of
 
@@ -121,3 +123,25 @@ def test_more_rows_than_may_wait_go_with_a_deletion_all_the_same(
     assert store.usage().blocks == 0
     store.close()
     assert not blocks_in(tmp_path / "disk")
+
+
+def test_a_deletion_that_no_index_keeps_is_not_told_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(options_of(tmp_path, regions=4))
+    keep(store, range(4))
+    keep(store, range(4), OTHER)
+
+    def refuse(self: IndexFile, *arguments: object, **more: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexFile, "commit", refuse)
+        with pytest.raises(TierError):
+            store.delete_scopes([OTHER], soon())
+    store.delete_scopes([OTHER], soon())
+    store.close()
+    store = DiskStore(options_of(tmp_path, regions=4))
+    assert all(has(store, n) for n in range(4))
+    assert not any(has(store, n, OTHER) for n in range(4))
+    store.close()

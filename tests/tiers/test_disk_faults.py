@@ -414,28 +414,6 @@ def test_an_index_that_was_given_up_is_written_anew_where_it_can_be(
     store.close()
 
 
-def test_a_deletion_that_no_index_keeps_is_not_told_as_done(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(directory)
-    keep(store, range(4))
-    keep(store, range(4), OTHER)
-
-    def refuse(self: IndexFile, *arguments: object, **more: object) -> None:
-        raise sqlite3.OperationalError("disk I/O error")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(IndexFile, "commit", refuse)
-        with pytest.raises(TierError):
-            store.delete_scopes([OTHER], soon())
-    store.delete_scopes([OTHER], soon())
-    store.close()
-    store = opened(directory)
-    assert all(has(store, n) for n in range(4))
-    assert not any(has(store, n, OTHER) for n in range(4))
-    store.close()
-
-
 def test_writes_wait_while_too_many_rows_are_not_written(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
