@@ -195,7 +195,7 @@ class Daemon:
             log.info("the pool is new: %s", pool.cold_reason)
         elif pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)
-        self._tell_of_checksums(pool)
+        self._tell_of_records(pool)
         self._warn_of_place_and_size(pool)
         for orphan in pool.orphans():
             log.warning(
@@ -212,7 +212,7 @@ class Daemon:
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
         return driver
 
-    def _tell_of_checksums(self, pool: Pool) -> None:
+    def _tell_of_records(self, pool: Pool) -> None:
         self.metrics.tell_checksums(are_kept=pool.payload_checksums)
         log.info(
             "checksums of the blocks' bytes: %s%s",
@@ -229,6 +229,11 @@ class Daemon:
                 "%d blocks were left out: they have no checksums of their bytes,"
                 " or others than were written",
                 pool.unchecked_records,
+            )
+        damaged = pool.dropped_records - pool.unchecked_records
+        if damaged:
+            log.warning(
+                "%d blocks were left out: their records in slots.table are damaged", damaged
             )
 
     def _warn_of_place_and_size(self, pool: Pool) -> None:

@@ -147,3 +147,24 @@ def test_blocks_in_use_outlive_others_after_a_crash(own_scene: MakeScene) -> Non
     for number in range(4):
         assert engine.store(f"new {number}", 100) == 100
     assert engine.load("hot", 50) == 50
+
+
+def test_blocks_whose_records_were_damaged_are_left_out_and_the_log_says_how_many(
+    stocked: tuple[Scene, Probe],
+) -> None:
+    scene, engine = stocked
+    scene.kill_daemon()
+    path = scene.daemon.pool / "slots.table"
+    records = np.fromfile(path, dtype=np.uint64).reshape(-1, 16)
+    keys = set(block_hashes("b", 3))
+    for record in records:
+        if bytes(record[8:12]) in keys:
+            record[8] ^= np.uint64(1)
+    path.write_bytes(records.tobytes())
+    scene.daemon.start()
+    engine.wait_usable()
+    assert scene.status().recovered_blocks == 97
+    log = scene.daemon.log.read_text()
+    assert "3 blocks were left out: their records in slots.table are damaged" in log
+    assert engine.load("a", 60) == 60
+    assert engine.hits("b", 40) == (0, 0)
