@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +27,14 @@ DEFAULT_ADDRESS = "127.0.0.1:9471"
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 STOP_SECONDS = 5.0  # for the calls under way
 _FILE = FilePath()
+_BETWEEN = re.compile(r"(?<!\\),")
 
 
 def _names(text: str) -> frozenset[str]:
-    """A comma may end them; nothing at all names nobody."""
-    names = [name.strip() for name in text.strip().removesuffix(",").split(",")]
+    """A comma may end them; nothing at all names nobody. A comma after a backslash is a name's."""
+    names = [name.strip().replace("\\,", ",") for name in _BETWEEN.split(text.strip())]
+    if len(names) > 1 and not names[-1]:
+        names.pop()
     if text.strip() and not all(names):
         raise ValueError("names with one comma between two of them")
     return frozenset(filter(None, names))
@@ -73,7 +77,8 @@ def _names(text: str) -> frozenset[str]:
     default=frozenset[str](),
     metavar="NAMES",
     help="Names in certificates, with commas between them, whose callers may change things:"
-    " clear, quotas, drain (default: none; others may only look).",
+    " clear, quotas, drain (default: none; others may only look). A comma in a name is"
+    " written \\,.",
 )
 @click.option(
     "--log-format",

@@ -67,7 +67,7 @@ def authority(tmp_path: Path) -> Authority:
 def gateway(
     running: RunningDaemon, authority: Authority, tmp_path: Path
 ) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path, authority, running.socket, "alice, ops.example,")
+    process = GatewayProcess(tmp_path, authority, running.socket, r"alice, ops.example, Doe\, Jo,")
     try:
         yield process
     finally:
@@ -128,7 +128,10 @@ def test_a_certificate_of_the_authority_may_look_and_change_nothing(
     assert "Drain was refused to bob" in gateway.said
 
 
-@pytest.mark.parametrize(("name", "host"), [("alice", "a.example"), ("carol", "ops.example")])
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("alice", "a.example"), ("carol", "ops.example"), ("Doe, Jo", "d.example")],
+)
 def test_a_named_certificate_may_change_things_by_either_of_its_names(
     gateway: GatewayProcess, authority: Authority, running: RunningDaemon, name: str, host: str
 ) -> None:
