@@ -478,8 +478,7 @@ def _require_going_on(driving: asyncio.Future[Any]) -> None:
         return
     error = driving.exception()
     if isinstance(error, PoolError):  # nobody doubts what was served until now
-        log.critical("the pool is lost: %s", error)
-        raise error
+        raise PoolError(f"the pool is lost: {error}") from error
     log.critical("the driver ended", exc_info=error)
     _exit_broken(AssertionError("the driver ended"))
 

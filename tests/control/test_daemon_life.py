@@ -362,6 +362,7 @@ def test_a_daemon_that_loses_its_pool_while_it_drains_waits_no_longer() -> None:
         wait_until(lambda: "draining" in running.log.read_text(), "the drain")
         shutil.rmtree(running.pool)
         assert running.process.wait(15) == 1
+        assert running.log.read_text().count("CRITICAL") == 1
         assert "the pool is lost" in running.log.read_text()
         engine.close()
 
