@@ -9,9 +9,11 @@ worker live in processes of their own; the plan and the report then travel betwe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
+import socket
 import sys
 
 from kvd_client import (
@@ -30,7 +32,15 @@ from kvd_client import (
 TOKENS, BLOCK_BYTES, NUM_BLOCKS = 16, 4096, 64
 
 
-def main(socket: str) -> None:
+def answers(path: str) -> bool:
+    """Whether a daemon has this socket; the file of one that was killed may still lie there."""
+    with socket.socket(socket.AF_UNIX) as companion, contextlib.suppress(OSError):
+        companion.connect(f"{path}.companion")
+        return True
+    return False
+
+
+def main(path: str) -> None:
     kv_fd = os.memfd_create("kv")  # the engine's KV memory: NUM_BLOCKS blocks, one after the other
     os.ftruncate(kv_fd, NUM_BLOCKS * BLOCK_BYTES)
     kv = mmap.mmap(kv_fd, 0)
@@ -47,14 +57,14 @@ def main(socket: str) -> None:
         hash_bytes=32,
         groups=(Group(tokens_per_block=TOKENS, shard_bytes=(BLOCK_BYTES,)),),
     )
-    worker = Worker(socket, identity)
+    worker = Worker(path, identity)
     fragment = Fragment(memory=0, base=0, stride=BLOCK_BYTES, bytes=BLOCK_BYTES)
     memory = SharedMemory(kv_fd, 0, NUM_BLOCKS * BLOCK_BYTES)
     worker.register([memory], [GroupLayout(NUM_BLOCKS, [fragment])])
-    connection = SchedulerConnection(socket, identity, namespace)
+    connection = SchedulerConnection(path, identity, namespace)
     scheduler = Scheduler(connection)
     # Only so that this short life meets the daemon: a rank's mover starts in its own time.
-    connection.wait_usable(60.0 if os.access(socket, os.F_OK) else 0.0)
+    connection.wait_usable(60.0 if answers(path) else 0.0)
     scheduler.on_new_request("request", 5 * TOKENS + 1, [hashes])
     while (found := scheduler.get_num_new_matched_tokens("request", 0)) is None:
         scheduler.build_step([])
