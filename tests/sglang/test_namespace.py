@@ -33,13 +33,22 @@ OPTIONS = HiCacheOptions.from_extra_config({"interface_v1": 1})
 NAMED_WEIGHTS = HiCacheOptions.from_extra_config({"interface_v1": 1, "weights_id": "v7"})
 GIVEN = {
     "cp_strategy": "zigzag",
+    "deepep_dispatcher_output_dtype": "fp8",
     "dllm_algorithm": "LowConfidence",
     "enable_decoder_swa_bounded_replay": True,
+    "enable_precise_embedding_interpolation": True,
+    "enable_quant_communications": True,
+    "enable_w4a4_mxfp4_megamoe": True,
+    "flashinfer_a2a_dispatch_type": "nvfp4",
+    "flashinfer_mxfp4_moe_precision": "fp8",
     "forward_hooks": [{"hook_factory": "hooks:scale"}],
     "kt_method": "AMXINT8",
     "kv_cache_dtype": "fp8_e5m2",
     "modelopt_quant": "fp8",
+    "prefill_kv_cache_dequant_dtype": "fp8",
+    "rl_quant_profile": "profile.pt",
     "speculative_draft_kv_cache_dtype": "fp8_e5m2",
+    "speculative_enable_w4a4_mxfp4_megamoe": True,
 }
 
 NamespaceOf = Callable[..., NamespaceFields]
