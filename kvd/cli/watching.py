@@ -203,7 +203,9 @@ def _occupancy(pool: pb.PoolStatus) -> str:
     return f"{used} of {size(pool.bytes)}, {pool.slots_ready} blocks"
 
 
-def _sessions(status: pb.StatusResponse) -> Table:
+def _sessions(status: pb.StatusResponse) -> Table | Text:
+    if not status.sessions:
+        return Text("no sessions")  # in a column of a narrow terminal it would be cut
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("SESSION", "ENGINE", "RANKS", "TRANSPORT", "COPIER", "JOBS", "LEASES", "STATE"):
         table.add_column(name)
@@ -220,6 +222,4 @@ def _sessions(status: pb.StatusResponse) -> Table:
             str(session.leases),
             "usable" if session.usable else "waiting for ranks",
         )
-    if not status.sessions:
-        table.add_row("no sessions")
     return table

@@ -463,6 +463,16 @@ def test_the_live_screen_names_sessions_and_what_moved(
     assert watching.moved(before, now) is None
 
 
+def test_the_live_screen_says_that_there_are_no_sessions_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from rich.console import Console
+
+    nothing = watching.Glance(operator_pb2.StatusResponse(), 1.0)
+    Console(width=40).print(watching.screen(nothing, None))
+    assert "no sessions" in capsys.readouterr().out
+
+
 def test_every_command_helps_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
