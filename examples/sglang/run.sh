@@ -10,7 +10,7 @@ home=$(mktemp -d)
 pool=$(mktemp -d -p /dev/shm kvd-sglang-XXXX)
 socket=$home/kvd.sock
 pids=()
-trap 'kill "${pids[@]}" 2>/dev/null; wait; rm -rf "$home" "$pool"' EXIT
+trap 'kill "${pids[@]}" 2>/dev/null || true; wait || true; rm -rf "$home" "$pool"' EXIT
 
 kvd serve --socket "$socket" --pool-directory "$pool/pool" --pool-bytes "${POOL_BYTES:-8GiB}" &
 pids+=($!)

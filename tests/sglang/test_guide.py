@@ -67,12 +67,12 @@ def test_sglang_heeds_the_allocator_in_the_flag_alone_as_guide_and_error_say(
     assert "@file" in (ROOT / "docs" / "sglang.md").read_text()
 
 
-@pytest.mark.parametrize("ends", ["kvd", "python"])
+@pytest.mark.parametrize("ends", ["kvd", "python", "kvd python"])
 def test_the_example_ends_with_a_word_where_daemon_or_engine_ends(
     tmp_path: Path, ends: str
 ) -> None:
     for command in ("kvd", "python", "curl"):
-        does = ENDING if command in (ends, "curl") else LASTING
+        does = ENDING if command in (*ends.split(), "curl") else LASTING
         (tmp_path / command).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / command).chmod(0o755)
     ran = subprocess.run(
@@ -85,3 +85,4 @@ def test_the_example_ends_with_a_word_where_daemon_or_engine_ends(
     )
     assert ran.returncode == 1
     assert "kvd or an engine has ended" in ran.stderr
+    assert not list(tmp_path.glob("tmp.*"))  # removed together with the pool
