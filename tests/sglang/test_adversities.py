@@ -279,3 +279,24 @@ def test_a_close_that_a_handler_interrupted_is_ended_by_the_next(
         backend.close()
     backend.close()
     wait_for(lambda: len(kvd.movers()) == before)
+
+
+def test_a_close_from_two_threads_at_once_ends_every_mover(
+    kvd: DaemonProcess, make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = {"kv": host_pool(mha_device_pool()), "draft": host_pool(mha_device_pool(layers=1))}
+    before = len(kvd.movers())
+    backend = make_backend(pools)
+    assert len(kvd.movers()) == before + 2
+    last, close, both = backend._opened[-1], BlockBatches.close, threading.Barrier(2)
+
+    def close_together(batches: BlockBatches) -> None:
+        if batches is last:
+            both.wait(LONG_S)
+        close(batches)
+
+    monkeypatch.setattr(BlockBatches, "close", close_together)
+    with ThreadPoolExecutor(2) as threads:
+        for closing in [threads.submit(backend.close) for _ in range(2)]:
+            closing.result()
+    wait_for(lambda: len(kvd.movers()) == before)

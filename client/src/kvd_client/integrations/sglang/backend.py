@@ -8,6 +8,7 @@ daemon: then nothing is found, and a get or set fails.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -180,14 +181,16 @@ class KvdHiCache(HiCacheStorage):
     def close(self) -> None:
         """Returns when no copy can touch a pool any more.
 
-        Where a signal's handler raises amid it, the next call goes on from there.
+        Where a signal's handler raises amid it, the next call goes on from there. Two threads that
+        call at once both wait for the end.
         """
         with self._lock:
             self._closing, self._opened = [*self._closing, *self._opened], []
             self._places.clear()
-        while self._closing:
-            self._closing[-1].close()
-            self._closing.pop()
+        while left := self._closing[-1:]:
+            left[0].close()
+            with contextlib.suppress(ValueError):  # another thread has closed it, too
+                self._closing.remove(left[0])
 
     # -- is it there ------------------------------------------------------------------------
 
