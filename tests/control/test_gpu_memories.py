@@ -15,7 +15,7 @@ from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
 from kvd.control.registration.memories import MAX_HOST_BYTES
 from kvd.control.services.worker import require_kept
-from kvd.core.errors import InvalidArgument
+from kvd.core.errors import InvalidArgument, UnknownRegistration
 from kvd.core.keys import MoverId
 from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts
@@ -275,3 +275,13 @@ def test_a_memory_taken_back_during_a_registration_reaches_no_mover() -> None:
     assert refused.value.field == "memories[1]"
     peer.end()
     os.close(other)
+
+
+def test_no_mover_starts_for_handles_of_a_worker_that_ended_meanwhile() -> None:
+    peer = Peer(Credentials(0, 0, 0, None), Role.WORKER, "test", lambda _message, _fds: None)
+    by_handle = CudaRegion(0, BYTES, handle=bytes(64))
+    config = MoverConfig(MoverId(1), (by_handle,), (), ExtentFiles(Path("/pool/extents"), 0, 4096))
+    require_kept(config, peer)
+    peer.end()
+    with pytest.raises(UnknownRegistration, match="ended meanwhile"):
+        require_kept(config, peer)

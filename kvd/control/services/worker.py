@@ -241,10 +241,14 @@ async def fragments_of(
 
 
 def require_kept(config: MoverConfig, peer: Peer) -> None:
-    """Raise InvalidArgument where the worker took a memory back, or ended, meanwhile.
+    """Raise InvalidArgument where the worker took a memory back meanwhile; UnknownRegistration
+    where it ended.
 
-    The number of a closed descriptor may be that of somebody else's file by now.
+    The number of a closed descriptor may be that of somebody else's file by now, and a handle of
+    CUDA's that of no memory.
     """
+    if peer.ended:
+        raise UnknownRegistration("the worker ended meanwhile")
     held = {memory.fd for memory in peer.memories.values()}
     fds = [region.fd for region in config.regions]
     for number, fd in enumerate(fds):
