@@ -361,8 +361,8 @@ class SchedulerConnection:
                 call.cancel()
             timer = threading.Timer(OPEN_TIMEOUT_S, call.cancel)
             timer.daemon = True
-            timer.start()
             try:
+                timer.start()
                 for response in call:
                     timer.cancel()
                     self._receive(response, daemon.companion, outgoing)
