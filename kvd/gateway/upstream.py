@@ -65,8 +65,16 @@ class Upstream:
     def _connected(self) -> Iterator[_Connection]:
         """The newest connection, for a call."""
         with self._lock:
-            connection = self._newest = self._newest or self._connect()
-            connection.calls += 1
+            connection = self._newest
+            if connection is not None:
+                connection.calls += 1
+        if connection is None:
+            made = self._connect()  # not under the lock: a daemon that hangs takes its time
+            with self._lock:
+                self._open.add(made)
+                connection = self._newest = self._newest or made
+                connection.calls += 1
+                self._close_unused()
         try:
             yield connection
         finally:
@@ -82,9 +90,7 @@ class Upstream:
             )
         except (OSError, CompanionRefused) as error:
             raise NoDaemonError(f"no daemon answers on {self._path}: {error}") from None
-        connection = _Connection(link, ends)
-        self._open.add(connection)
-        return connection
+        return _Connection(link, ends)
 
     def _forget(self, connection: _Connection) -> None:
         """Unless another call has done so, and there is a newer one."""
