@@ -79,13 +79,13 @@ def query(*keys: bytes) -> QueryDraft:
 
 def test_seeds_of_so_many_accounts_are_remembered_and_then_computed_anew() -> None:
     opened = engine_pb2.SessionOpened(epoch=engine_pb2.EpochOpened(group_seeds=[11, 12]))
-    session = DaemonSession(1, opened, 16)
+    found = DaemonSession(1, opened, 16).seeds
     users = [f"user {number}" for number in range(MAX_SEEDS)]
-    seeds = [session._seed(1, user) for user in users]
-    assert len(session._account_seeds) == MAX_SEEDS
-    assert session._seed(1, "one more") == account_seed(12, "one more")
-    assert len(session._account_seeds) == 1
-    assert [session._seed(1, user) for user in users] == seeds
+    seeds = [found.of(1, user) for user in users]
+    assert len(found.of_accounts) == MAX_SEEDS
+    assert found.of(1, "one more") == account_seed(12, "one more")
+    assert len(found.of_accounts) == 1
+    assert [found.of(1, user) for user in users] == seeds
 
 
 def test_as_many_messages_wait_as_may_and_with_one_more_the_session_begins_anew(

@@ -108,8 +108,37 @@ class Connection(Lookups, Protocol):
         """Move on to a new epoch of this engine's own."""
 
 
+class EpochSeeds:
+    """Seeds of one epoch's tags.
+
+    Another epoch has its own: who still probes for this one, while another thread enters the next,
+    leaves nothing there.
+    """
+
+    def __init__(self, of_groups: Sequence[int]) -> None:
+        self._of_groups = tuple(of_groups)
+        self.of_accounts: dict[tuple[int, str], int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of_groups)
+
+    def of(self, group: int, account: str) -> int:
+        """The seed of an account's blocks in this group."""
+        key = (group, account)
+        seed = self.of_accounts.get(key)
+        if seed is None:
+            if len(self.of_accounts) >= MAX_SEEDS:
+                self.of_accounts.clear()
+            seed = tags.account_seed(self._of_groups[group], account)
+            self.of_accounts[key] = seed
+        return seed
+
+
 class DaemonSession:
-    """A `SessionView` over an open stream's answers and a mapped index page."""
+    """A `SessionView` over an open stream's answers and a mapped index page.
+
+    Any thread may probe while another enters an epoch.
+    """
 
     def __init__(self, generation: int, opened: engine_pb2.SessionOpened, hash_bytes: int) -> None:
         self.generation = generation
@@ -123,8 +152,7 @@ class DaemonSession:
         self.ranks_ready = False
         self._hash_bytes = hash_bytes
         self._page: PageReader | None = None
-        self._seeds = tuple(opened.epoch.group_seeds)
-        self._account_seeds: dict[tuple[int, str], int] = {}
+        self.seeds = EpochSeeds(opened.epoch.group_seeds)
 
     def map_page(self, fd: int) -> None:
         """Map the index page; closes the descriptor."""
@@ -136,14 +164,13 @@ class DaemonSession:
     def enter_epoch(self, epoch: str, seeds: Sequence[int]) -> None:
         """Probe under these seeds from now on; no seeds = nothing is known yet."""
         self.epoch = epoch
-        self._account_seeds = {}
-        self._seeds = tuple(seeds)
+        self.seeds = EpochSeeds(seeds)
 
     @property
     def is_usable(self) -> bool:
         return (
             self.ranks_ready
-            and bool(self._seeds)
+            and bool(self.seeds)
             and self._page is not None
             and not self._page.closed
         )
@@ -154,9 +181,10 @@ class DaemonSession:
         joined = b"".join(block_hashes)
         if len(joined) != len(block_hashes) * self._hash_bytes:
             raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
-        if self._page is None or not self._seeds:
+        seeds = self.seeds
+        if self._page is None or not seeds:
             return np.zeros(len(block_hashes), dtype=np.bool_)
-        seed = self._seed(group, account)
+        seed = seeds.of(group, account)
         if len(block_hashes) <= FEW_HASHES:
             probe = self._page.probe_first
             return np.array([probe(each, seed) for each in block_hashes], dtype=np.bool_)
@@ -166,9 +194,10 @@ class DaemonSession:
     def shows(self, group: int, account: str, block_hash: bytes) -> bool:
         if len(block_hash) != self._hash_bytes:
             raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
-        if self._page is None or not self._seeds:
+        seeds = self.seeds
+        if self._page is None or not seeds:
             return False
-        return self._page.probe_first(block_hash, self._seed(group, account))
+        return self._page.probe_first(block_hash, seeds.of(group, account))
 
     @property
     def page_hides_some(self) -> bool:
@@ -176,12 +205,3 @@ class DaemonSession:
 
     def room(self, group: int) -> int:
         return 0 if self._page is None else self._page.room(group)
-
-    def _seed(self, group: int, account: str) -> int:
-        key = (group, account)
-        seed = self._account_seeds.get(key)
-        if seed is None:
-            if len(self._account_seeds) >= MAX_SEEDS:
-                self._account_seeds.clear()
-            seed = self._account_seeds[key] = tags.account_seed(self._seeds[group], account)
-        return seed
