@@ -322,8 +322,9 @@ class SchedulerConnection:
         self._closing.set()
         goodbye = engine_pb2.SessionRequest(close=engine_pb2.CloseSession())
         self._put(goodbye.SerializeToString)
-        if self._outgoing is not None:
-            self._outgoing.put(None)
+        outgoing = self._outgoing  # the session's thread may take it away meanwhile
+        if outgoing is not None:
+            outgoing.put(None)
         self._thread.join(timeout=0.5)
         self._cancel()
         self._thread.join(timeout=2.0)
