@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import os
 import resource
+import select
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvd.control.access import closing, descriptors
 from kvd.control.access.companion import (
     MAX_ENGINE_CONNECTIONS_OF_A_USER,
+    MAX_UNCLOSED,
     MESSAGES_AT_ONCE,
     CompanionServer,
 )
@@ -163,4 +167,40 @@ async def test_messages_that_come_together_are_handled_a_few_at_a_time(tmp_path:
         client.sendall(page)
         while asked == many:  # noqa: ASYNC110 - it lets the server go on
             await asyncio.sleep(0)
+    server.close()
+
+
+async def test_no_connection_is_taken_while_many_refused_ones_wait_to_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a descriptor of those that are kept from clients."""
+    closes, path = threading.Event(), str(tmp_path / "companion")
+    monkeypatch.setattr(descriptors, "are_scarce", lambda: True)
+    close = closing._close_without_waiting
+
+    def close_late(fds: list[int]) -> None:
+        closes.wait()
+        close(fds)
+
+    monkeypatch.setattr(closing, "_close_without_waiting", close_late)
+    server = CompanionServer(
+        Peers(), lambda _peer, _number: -1, lambda _uid: True, EndsInTurn(FairQueue())
+    )
+    server.listen(path, 0o600)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
+        for client in clients:
+            client.connect(path)
+
+        def refused() -> int:
+            return len(select.select(clients, [], [], 0.0)[0])
+
+        while refused() < MAX_UNCLOSED:  # noqa: ASYNC110 - it lets the server go on
+            await asyncio.sleep(0)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert refused() <= MAX_UNCLOSED + 16, "within those that one look takes"
+        closes.set()
+        while refused() < len(clients):  # noqa: ASYNC110 - the others had only to wait
+            await asyncio.sleep(0.01)
     server.close()

@@ -35,6 +35,7 @@ class Closer:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+        self._under_way = 0
 
     def begin(self) -> None:
         """Close from now on."""
@@ -44,6 +45,11 @@ class Closer:
         """Close these of a user's soon. Returns at once; they are nobody else's from now on."""
         if fds:
             self._waiting.put((user, tuple(fds)))
+
+    @property
+    def unclosed(self) -> int:
+        """Lots that are not closed yet, within a few."""
+        return self._waiting.qsize() + self._under_way
 
     def end(self) -> None:
         """Nothing more comes. What waits is still closed, by the daemon's end at the latest."""
@@ -56,12 +62,14 @@ class Closer:
             with contextlib.suppress(queue.Empty):
                 while True:
                     lines.append(self._waiting.get_nowait())
+            self._under_way = len(lines)
             goes_on = None not in lines
             of: defaultdict[Hashable, list[int]] = defaultdict(list)
             for user, fds in filter(None, lines):
                 of[user] += fds
             for mine in of.values():
                 _close_without_waiting(mine)
+            self._under_way = 0
 
 
 def _close_without_waiting(fds: list[int]) -> None:

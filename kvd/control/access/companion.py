@@ -57,6 +57,7 @@ MAX_UNSENT_MESSAGES = 64  # a client that doesn't read is dropped
 MESSAGES_AT_ONCE = 16  # of a client that sent many together: half a millisecond
 HELLO_SECONDS = 5.0
 ACCEPT_PAUSE_SECONDS = 0.2  # where no connection can be taken, as without a descriptor for it
+MAX_UNCLOSED = 32  # while descriptors are scarce: those who come next wait
 PROGRAM_BYTES = 256
 _LENGTH = struct.Struct("<I")
 # All that Linux lets a message have (SCM_MAX_FD): what does not fit it closes at once, which may
@@ -135,15 +136,18 @@ class CompanionServer:
     def _accept(self) -> None:
         assert self._listener is not None
         for _ in range(16):  # leave the loop to others now and then
+            # What is refused still holds its descriptor. Who refuses faster than it is closed takes
+            # the last ones, which are kept from clients.
+            if self.closer.unclosed >= MAX_UNCLOSED and descriptors.are_scarce():
+                self._pause()
+                return
             try:
                 connected, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:  # out of descriptors: those who wait may come later
                 log.warning("can't accept a companion connection: %s", error)
-                loop = asyncio.get_running_loop()  # it would call again at once, as they still wait
-                loop.remove_reader(self._listener.fileno())
-                loop.call_later(ACCEPT_PAUSE_SECONDS, self._take_connections)
+                self._pause()
                 return
             connected.setblocking(False)
             connection = CompanionConnection(self, connected, user_of(connected))
@@ -157,6 +161,13 @@ class CompanionServer:
                 continue
             self._connections.add(connection)
             connection.start()
+
+    def _pause(self) -> None:
+        """Those who wait may come later; the loop would call again at once."""
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener.fileno())
+        loop.call_later(ACCEPT_PAUSE_SECONDS, self._take_connections)
 
     def dropped(self, connection: CompanionConnection) -> None:
         self._connections.discard(connection)
