@@ -64,7 +64,7 @@ def policy(tenant: str) -> TenantPolicy:
 
 def context(engines: Any = None) -> SessionContext:
     driver: Any = SimpleNamespace(
-        turns=FairQueue(), machine=SimpleNamespace(knows=None), sessions={}
+        turns=FairQueue(), machine=SimpleNamespace(knows=None, knows_tenant=None), sessions={}
     )
     return SessionContext(driver, engines, policy("acme"), TERMS)
 
