@@ -473,7 +473,7 @@ s.close()
             capture_output=True,
             text=True,
             check=False,
-            timeout=30,
+            timeout=90,  # a stream that gRPC does not end is waited for
         )
         assert told.stdout.split("\n")[:4] == [
             "PERMISSION_DENIED",
