@@ -252,8 +252,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._error_before = id(sys.exception())
         # At once: from here to the last line no signal's handler runs.
         self._has_run = step.has_run
-        self._jobs = {**self._jobs, **jobs}
-        self._owners = {**self._owners, **step.owners}
+        self._jobs |= jobs
+        self._owners |= step.owners
         self._refused += refused
         self._unfinalized = step
         done.add(Phase.NOTED)
