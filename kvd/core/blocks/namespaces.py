@@ -21,7 +21,7 @@ from kvd.core.model.state import (
     State,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.policy import AutoPolicy, make_policy
+from kvd.core.policy import make_policy
 from kvd.core.spec import NamespaceSpec
 from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.tags import account_seed
@@ -118,8 +118,7 @@ def add_namespace(turn: Turn, number: NamespaceId, spec: NamespaceSpec, payer: s
     state.by_fingerprint[spec.fingerprint] = namespace
     for owner in classes:
         state.classes[number, owner.group] = owner
-        if isinstance(owner.policy, AutoPolicy):
-            state.live_policies[owner.policy.live_name] += 1
+        state.count_policy(owner, 1)
     turn.orders.append(OpenNamespace(number, spec, page_blocks))
     return namespace
 

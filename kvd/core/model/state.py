@@ -51,6 +51,7 @@ from kvd.core.model.size_class import (
 from kvd.core.model.slots import SlotTable
 from kvd.core.model.story import Story
 from kvd.core.model.tiers import Below, Sought, Tier, TierTerms
+from kvd.core.policy import AutoPolicy
 from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.spec import NamespaceSpec
 
@@ -400,6 +401,11 @@ class State:
                 self.in_flight[scope] = left
             else:
                 del self.in_flight[scope]
+
+    def count_policy(self, owner: SizeClass, step: int) -> None:
+        """A class comes (1) or goes (-1): it counts by what auto has chosen for it, if auto has."""
+        if isinstance(owner.policy, AutoPolicy):
+            self.live_policies[owner.policy.live_name] += step
 
     def is_there(self, owner: SizeClass) -> bool:
         """Whether the class is not gone; then another may have its name."""

@@ -39,7 +39,6 @@ from kvd.core.model.state import (
     State,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.policy import AutoPolicy
 from kvd.core.room.reclaim import give_up_copied, give_up_left, retire_row
 
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
@@ -264,8 +263,7 @@ def forget(turn: Turn, namespace: Namespace) -> None:
             retire_row(turn, row)
         state.claims.drop(owner)
         del state.classes[number, owner.group]
-        if isinstance(owner.policy, AutoPolicy):
-            state.live_policies[owner.policy.live_name] -= 1
+        state.count_policy(owner, -1)
     for scope in [each for numbers in namespace.scopes.values() for each in numbers]:
         namespaces.forget_scope(state, scope)
     for epoch in namespace.own_epochs:
