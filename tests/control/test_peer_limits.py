@@ -19,6 +19,7 @@ from kvd.control.access.companion import (
     MAX_UNCLOSED,
     MESSAGES_AT_ONCE,
     CompanionServer,
+    PageOf,
 )
 from kvd.control.access.peers import (
     MAX_REGISTRATIONS,
@@ -32,6 +33,16 @@ from kvd.core.errors import InvalidArgument, LimitExceeded, UnknownNamespace
 from kvd.runtime.turns import EndsInTurn, FairQueue
 from kvd_proto.v1 import companion_pb2
 from tests.control.test_companion_socket import HELLO, framed
+
+
+def listening(
+    path: str, peers: Peers | None = None, page_of: PageOf = lambda _peer, _number: -1
+) -> CompanionServer:
+    """A companion socket's server for whom everybody is an operator; the test closes it."""
+    peers = Peers() if peers is None else peers
+    server = CompanionServer(peers, page_of, lambda _uid: True, EndsInTurn(FairQueue()))
+    server.listen(path, 0o600)
+    return server
 
 
 def test_a_connection_registers_only_so_often() -> None:
@@ -99,9 +110,7 @@ def test_memories_that_a_user_offers_leave_room_for_others_and_for_operators(
 async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -> None:
     """As those of one process that is killed: each end takes a millisecond or two."""
     peers, path = Peers(), str(tmp_path / "companion")
-    ends = EndsInTurn(FairQueue())
-    server = CompanionServer(peers, lambda _peer, _number: -1, lambda _uid: True, ends)
-    server.listen(path, 0o600)
+    server = listening(path, peers)
     with contextlib.ExitStack() as clients:
         for _ in range(20):
             client = clients.enter_context(socket.socket(socket.AF_UNIX))
@@ -122,9 +131,7 @@ async def test_clients_that_end_together_are_let_go_one_by_one(tmp_path: Path) -
 
 async def test_a_client_that_opened_nothing_makes_room_at_once(tmp_path: Path) -> None:
     peers, path = Peers(), str(tmp_path / "companion")
-    ends = EndsInTurn(FairQueue())
-    server = CompanionServer(peers, lambda _peer, _number: -1, lambda _uid: True, ends)
-    server.listen(path, 0o600)
+    server = listening(path, peers)
     for _ in range(2 * MAX_ENGINE_CONNECTIONS_OF_A_USER):
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
@@ -148,8 +155,7 @@ async def test_messages_that_come_together_are_handled_a_few_at_a_time(tmp_path:
         raise UnknownNamespace("none")
 
     path = str(tmp_path / "companion")
-    server = CompanionServer(Peers(), page_of, lambda _uid: True, EndsInTurn(FairQueue()))
-    server.listen(path, 0o600)
+    server = listening(path, page_of=page_of)
     page = framed(companion_pb2.CompanionRequest(get_page=companion_pb2.GetPage()))
     many = 20 * MESSAGES_AT_ONCE
     with socket.socket(socket.AF_UNIX) as client:
@@ -183,10 +189,7 @@ async def test_no_connection_is_taken_while_many_refused_ones_wait_to_be_closed(
         close(fds)
 
     monkeypatch.setattr(closing, "_close_without_waiting", close_late)
-    server = CompanionServer(
-        Peers(), lambda _peer, _number: -1, lambda _uid: True, EndsInTurn(FairQueue())
-    )
-    server.listen(path, 0o600)
+    server = listening(path)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
         for client in clients:
