@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvd_client import ScheduledRequest
+from kvd_client import ScheduledRequest, WorkerReport
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupQueue
+from kvd_client.scheduler.outcomes import JobEnds
 from kvd_client.scheduler.sent_jobs import SentJob, SentJobs
 from kvd_client.scheduler.stores import StoreQueue
 from tests.client.content import TOKENS, block_hashes
-from tests.client.interrupts import Interrupted, interrupted
+from tests.client.interrupts import Interrupted, interrupted, interrupted_at
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
 from tests.waiting import wait_until
@@ -179,3 +183,63 @@ def test_an_outcome_that_was_interrupted_comes_with_the_next(
     assert engine.step()[1].finished_loads == ("r",)
     assert not ends.loading_ended
     assert not engine.step()[1].finished_loads
+
+
+def only_end(engine: SmallEngine) -> WorkerReport:
+    """What the rank reports of the one job that was held back."""
+    engine.ready()
+    reports: list[WorkerReport] = []
+
+    def has_ended() -> bool:
+        reports.append(engine.ranks[0].worker.get_finished())
+        return bool(reports[-1].ended)
+
+    wait_until(has_ended, "the job's end")
+    return reports[-1]
+
+
+@pytest.mark.parametrize("kind", ["finished", "failed", "stored"])
+def test_no_end_is_lost_wherever_a_handler_raises(engine: SmallEngine, kind: str) -> None:
+    engine.store("s", "prompt", 2)
+    scheduler, jobs = engine.scheduler, engine.scheduler._jobs
+    for count in itertools.count(1):
+        name = f"{kind} {count}"
+        if kind == "stored":
+            table = engine.prefill(name, name, 2, hold=True)
+        else:
+            engine.arrive(name, "prompt", 2)
+            table = engine.table(2, 100)
+            engine.start_load(name, engine.match(name), table, hold=True)
+        report = only_end(engine)
+        if kind == "failed":
+            report = replace(report, ended=(report.ended[0]._replace(done=False),))
+        was_interrupted = interrupted_at(count, partial(scheduler._ends.report, [report]))
+        outcome = scheduler.update_from_workers([report])  # it may not have heard of it
+        assert outcome.finished_loads == (name,) * (kind == "finished")
+        assert outcome.failed_loads == (name,) * (kind == "failed")
+        assert bool(outcome.stored) == (kind == "stored")
+        assert not any((len(jobs), jobs._storing, jobs._reading, jobs._loading)), count
+        assert not scheduler.request_finished(name, [table])
+        engine.step()
+        if not was_interrupted:
+            assert count > 10
+            return
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(SentJobs, "enter"), (JobEnds, "enter_session"), (JobTable, "drop")]
+)
+def test_jobs_of_a_lost_session_end_although_the_next_ones_beginning_is_interrupted(
+    engine: SmallEngine, daemon: DaemonProcess, owner: type, name: str, *, after: bool
+) -> None:
+    engine.store("s", "prompt", 2)
+    engine.arrive("r", "prompt", 2)
+    engine.start_load("r", engine.match("r"), engine.table(2, 100), hold=True)
+    daemon.kill()
+    daemon.start()
+    engine.wait_usable()
+    with interrupted(owner, name, after=after):
+        engine.scheduler.build_step([])
+    engine.step()
+    assert engine.failed_loads == {"r"}

@@ -20,13 +20,13 @@ class Load:
     """What one request loads, in as many jobs as it needs; the first one's id names it."""
 
     first_job: int
-    parts_left: int
+    parts_left: set[int]  # jobs
     has_failed: bool = False
 
-    def end_part(self, *, failed: bool) -> bool:
-        """One more of its jobs has ended. True: that was the last."""
-        self.parts_left -= 1
+    def end_part(self, job_id: int, *, failed: bool) -> bool:
+        """One of its jobs has ended. True: none is left. May be called again with the same one."""
         self.has_failed |= failed
+        self.parts_left.discard(job_id)
         return not self.parts_left
 
 
@@ -85,22 +85,27 @@ class JobTable(SentJobs[RequestJob]):
                 readers[place] += self._reading[place]
             self._reading.update(readers)
 
+    def __getitem__(self, job_id: int) -> RequestJob:
+        return self._jobs[job_id]
+
     def drop(self, number: int) -> RequestJob:
-        job = super().drop(number)
+        job = self._jobs[number]
         if job.load is not None:
             for run in job.draft.runs:
                 self._forget_loading(run, job)
-            return job
+            return super().drop(number)
         for run in job.draft.runs:
             for key in _keys(run, job.account):
                 if self._storing.get(key) == number:
                     del self._storing[key]
             for place in _places(run):
                 # None of a job whose beginning a signal's handler cut short.
-                readers = self._reading.pop(place, ())
+                readers = self._reading.get(place, ())
                 if others := tuple(reader for reader in readers if reader != number):
                     self._reading[place] = others
-        return job
+                else:
+                    self._reading.pop(place, None)
+        return super().drop(number)
 
     def _forget_loading(self, run: BlockRun, job: RequestJob) -> None:
         loading = self._loading.get((run.group, job.account), {})
@@ -115,13 +120,14 @@ class JobTable(SentJobs[RequestJob]):
         return [each for each in self._jobs if each > job_id]
 
     def hear(self, rank: int, report: JobReport) -> RequestJob | None:
-        """One rank's word, which counts once. The job once all ranks have spoken."""
+        """One rank's word, which counts once. The job, still here, once all ranks have spoken."""
         job = self._jobs.get(report.job_id)
         if job is None or rank >= self._world_size or job.heard >> rank & 1:
             return None
-        job.heard |= 1 << rank
         job.left |= report.left
-        return self.report(report.job_id, 1, failed=not report.done)
+        job.has_failed |= not report.done
+        job.heard |= 1 << rank
+        return job if job.heard + 1 == 1 << self._world_size else None
 
     def is_storing(self, group: int, account: str, block_hash: bytes) -> bool:
         return (group, account, block_hash) in self._storing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvd_client.draft import BlockRun, JobDraft
 from kvd_client.scheduler.doubts import Doubts
@@ -15,7 +15,11 @@ from kvd_client.scheduler.request import Request
 
 
 class JobEnds:
-    """Collects the ends of jobs, until the engine takes the outcome."""
+    """Collects the ends of jobs, until the engine takes the outcome.
+
+    A job that has ended is among `_due` until all that follows from it is done, and only then is it
+    out of the table. Where a signal's handler raises amid it, the next call does it anew.
+    """
 
     def __init__(
         self,
@@ -34,8 +38,10 @@ class JobEnds:
         self._doubts = doubts
         self.loading_ended: set[str] = set()  # ended requests that an outcome will name
         self._forget: list[int] = []
-        self._finished_loads: list[str] = []
-        self._failed_loads: list[str] = []
+        self._due: dict[int, RequestJob] = {}
+        # By request, without values: what is done anew is said once.
+        self._finished_loads: dict[str, None] = {}
+        self._failed_loads: dict[str, None] = {}
         self._stored: list[StoredKeys] = []
         self._events: list[StoredKeys] = []
 
@@ -55,7 +61,7 @@ class JobEnds:
         outcome = StepOutcome(tuple(finished), tuple(failed), tuple(self._stored))
         self.loading_ended.difference_update(finished, failed)
         # Last: where a signal's handler raises before, the next outcome has them.
-        self._finished_loads, self._failed_loads, self._stored = [], [], []
+        self._finished_loads, self._failed_loads, self._stored = {}, {}, []
         return outcome
 
     def take_events(self) -> list[StoredKeys]:
@@ -72,43 +78,60 @@ class JobEnds:
     def enter_session(self) -> None:
         """There is a new one: jobs of earlier sessions end."""
         self._doubts.session_lost()
-        for job_id in self._jobs.of_earlier_sessions():
-            self._end_unreported(job_id, is_done=False)
+        self._end_strays()
 
     def told(self, ended: Iterable[tuple[int, bool]], now: float) -> None:
         """The daemon's word on ended jobs; those that some rank does not report end by it."""
         self._jobs.told(ended, now)
+        self._end_due()
+        self._end_strays()
         self._doubts.look_again(now, self._note_stored)
         for job_id, done in self._jobs.overdue(now):
             self._end_unreported(job_id, is_done=done)
 
     def report(self, reports: Iterable[WorkerReport]) -> None:
         """The workers' word. A job ends once every rank has spoken."""
+        self._end_due()
         for report in reports:
             for ended in report.ended:
                 job = self._jobs.hear(report.rank, ended)
                 if job is not None:
-                    self._end(job)
+                    self._due[ended.job_id] = job
+                    self._end_due()
 
     def take_back(self, drafts: Iterable[JobDraft]) -> None:
         """These jobs will never run: nobody was told of them."""
-        self.fail(draft.job_id for draft in drafts)
+        self.fail([draft.job_id for draft in drafts])
 
-    def fail(self, job_ids: Iterable[int]) -> None:
+    def fail(self, job_ids: Sequence[int]) -> None:
         """These will never run: no worker was told of them."""
         for job_id in job_ids:
-            job = self._jobs.drop(job_id)
-            job.has_failed = True
-            self._end(job)
+            self._due[job_id] = self._jobs[job_id]
+            self._jobs[job_id].has_failed = True
+        self._end_due()
+
+    def _end_strays(self) -> None:
+        for job_id in self._jobs.of_earlier_sessions():
+            self._end_unreported(job_id, is_done=False)
 
     def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
         """A job has ended but a rank's report of it was lost with its board."""
-        job = self._jobs.drop(job_id)
+        job = self._jobs[job_id]
         job.has_failed |= not is_done
         self._forget.append(job_id)
-        self._end(job)
+        self._due[job_id] = job
+        self._end_due()
+
+    def _end_due(self) -> None:
+        while self._due:
+            job_id, job = next(iter(self._due.items()))
+            self._end(job)
+            if job_id in self._jobs:
+                self._jobs.drop(job_id)
+            del self._due[job_id]
 
     def _end(self, job: RequestJob) -> None:
+        """May be called again with the same one."""
         self._fences.ended(job.draft.job_id)
         request = self._requests.get(job.request_id)
         if job.load is not None:
@@ -137,17 +160,17 @@ class JobEnds:
             self._note_stored(job, run)
 
     def _end_load(self, job: RequestJob, load: Load, request: Request | None) -> None:
-        if not load.end_part(failed=job.has_failed or job.stale):
+        if not load.end_part(job.draft.job_id, failed=job.has_failed or job.stale):
             return  # the others may still write to the request's blocks
         failed = load.has_failed
-        (self._failed_loads if failed else self._finished_loads).append(job.request_id)
+        (self._failed_loads if failed else self._finished_loads)[job.request_id] = None
         if request is None or request.loading_job != load.first_job:
             return
-        request.loading_job = 0
         if failed:
             # It computes everything now; another lookup could find the same bad block again.
             self._queue.load_failed(request)
             request.store_from_start()
+        request.loading_job = 0  # last: until then it is done anew
 
     def _note_stored(self, job: RequestJob, run: BlockRun) -> None:
         stored = StoredKeys(job.request_id, run.group, tuple(run.block_hashes))

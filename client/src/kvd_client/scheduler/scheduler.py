@@ -204,7 +204,7 @@ class Scheduler:
         runs = load_runs(self._groups, request, tables, hit_tokens, self.options.null_block)
         parts, generation = in_parts(runs), request.lookup.generation
         drafts = [JobDraft(self._jobs.next_id(), request.context, part) for part in parts]
-        load = Load(drafts[0].job_id, len(drafts))
+        load = Load(drafts[0].job_id, {draft.job_id for draft in drafts})
         try:
             for draft in drafts:
                 self._jobs.begin(draft, request, generation, load)
@@ -297,10 +297,11 @@ class Scheduler:
     def _enter_session(self) -> SessionView | None:
         """The session that takes steps; what belonged to an earlier one is given up."""
         session = self._connection.open_session
-        if session is not None and self._jobs.enter(session.generation):
+        if session is not None and session.generation != self._jobs.generation:
             self._pause.end()
             self._queue.session_lost()
             self._step.released_leases.clear()
+            self._jobs.enter(session.generation)
             self._ends.enter_session()
         return session
 
