@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.vllm.engine import prompt
 from tests.vllm.other_loads import FETCHED_TOKENS, PREFIX, FailingLoads, OtherLoads
@@ -53,6 +55,11 @@ class MultiStand(Stand):
     def connector(self) -> Any:
         """The one of kvd."""
         return self.scheduler.connector.sub_connectors[0]
+
+    def _work(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        orders = scheduled.kv_connector_metadata.metadata[0]
+        assert orders.begins_with_loads == scheduled.has_sync_kv_loads
+        return super()._work(scheduled)
 
 
 class BesideStand(MultiStand):

@@ -42,7 +42,9 @@ def connector(late_rig: RankRig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kv
 
 def scheduled(orders: KvdConnectorMetadata) -> Any:
     return SimpleNamespace(
-        kv_connector_metadata=orders, has_sync_kv_loads=False, finished_req_ids=set()
+        kv_connector_metadata=orders,
+        has_sync_kv_loads=orders.begins_with_loads,
+        finished_req_ids=set(),
     )
 
 
@@ -73,10 +75,17 @@ def second_runner(late_rig: RankRig, late_device: LateDevice) -> SecondRunner:
     return made
 
 
-def run_first(orders: KvdConnectorMetadata, forward: Forward | None) -> Any:
-    """The same of the first one; its GPU worker calls the first hook."""
+def run_first(
+    orders: KvdConnectorMetadata, forward: Forward | None, has_drafter: bool = False
+) -> Any:
+    """The same of the first one; its GPU worker calls the first hook.
+
+    With a drafter no step is finalized, as on any but the last pipeline stage.
+    """
     kv_transfer_state._KV_CONNECTOR_AGENT.handle_preemptions(orders)
-    with KVConnectorModelRunnerMixin._get_kv_connector_output(scheduled(orders)) as told:
+    with KVConnectorModelRunnerMixin._get_kv_connector_output(
+        scheduled(orders), defer_finalize=has_drafter
+    ) as told:
         if forward is not None:
             forward()
     return told

@@ -4,6 +4,7 @@ nothing that was not computed is stored."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.vllm.conftest import StartRig
 from tests.vllm.late_device import LateDevice
 from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.rank_rig import Rank, RankRig, cache_config, offloading_config
-from tests.vllm.test_hook_orders import connector, run_first, second_runner
+from tests.vllm.test_hook_orders import RunStep, connector, run_first, second_runner
 
 __all__ = ["connector"]  # a fixture
 
@@ -74,20 +75,49 @@ def raising() -> None:
     raise Interrupted
 
 
-@pytest.mark.parametrize("runner", ["first", "second"])
+RUNNERS: dict[str, Callable[[RankRig, LateDevice], RunStep]] = {
+    "first": lambda *_: run_first,
+    "first, with a drafter": lambda *_: partial(run_first, has_drafter=True),
+    "second": lambda *given: second_runner(*given).run,
+}
+
+
+@pytest.mark.parametrize("begins_with_loads", [False, True], ids=["", "begins with loads"])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_nothing_of_a_forward_that_raised_is_stored_nor_anything_after_it(
-    late_rig: RankRig, late_device: LateDevice, connector: KvdConnector, runner: str
+    late_rig: RankRig,
+    late_device: LateDevice,
+    connector: KvdConnector,
+    runner: str,
+    *,
+    begins_with_loads: bool,
 ) -> None:
-    run_step = run_first if runner == "first" else second_runner(late_rig, late_device).run
+    run_step = RUNNERS[runner](late_rig, late_device)
     late_device.let_run()
     job, later = late_rig.draft("never computed", [3]), late_rig.draft("computed after it", [4])
     late_rig.send(stores=[job])
     with pytest.raises(Interrupted):
-        run_step(late_rig.metadata(stores=[job]), raising)
+        run_step(late_rig.metadata(stores=[job], begins_with_loads=begins_with_loads), raising)
     late_rig.send(stores=[later])
     late_rig.run(late_rig.metadata(stores=[later]))
     late_rig.run_until_ended(job, later)
     assert late_rig.was_done(job) == late_rig.was_done(later) == [False]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_step_that_begins_with_loads_is_stored(
+    late_rig: RankRig, late_device: LateDevice, connector: KvdConnector, runner: str
+) -> None:
+    run_step = RUNNERS[runner](late_rig, late_device)
+    late_device.let_run()
+    job = late_rig.draft(f"beside loads, {runner}", [3])
+    late_rig.send(stores=[job])
+    told = run_step(late_rig.metadata(stores=[job], begins_with_loads=True), lambda: None)
+    if told.kv_connector_worker_meta is None:
+        late_rig.run_until_ended(job)
+        assert late_rig.was_done(job) == [True]
+    else:
+        assert not told.kv_connector_worker_meta.failed_jobs
 
 
 def test_what_ended_in_a_step_that_raises_is_told_with_the_next(

@@ -30,6 +30,8 @@ class KvdConnectorMetadata(OffloadingConnectorMetadata):
     it already says nothing. `owners` has vLLM's job of every new one, also of refused ones, and
     `load_requests` the request of vLLM's job where that is a load.
     `has_run` is False for a step that computes nothing: vLLM makes one after the other then.
+    `begins_with_loads`: another connector, under MultiConnector, loads within the step, and vLLM
+    calls the hooks that begin loads before the forward, not after it.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
@@ -38,6 +40,7 @@ class KvdConnectorMetadata(OffloadingConnectorMetadata):
     refused: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     has_run: bool = True
+    begins_with_loads: bool = False
 
 
 @dataclass

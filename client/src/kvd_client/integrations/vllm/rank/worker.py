@@ -289,12 +289,13 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         """Let the step's loads begin; vLLM has zeroed and forgotten their blocks by now.
 
         On a GPU that is launched, not done: the loads wait for it. vLLM calls this after it has
-        launched the forward, which they need not wait for.
+        launched the forward, which they need not wait for, or before (`begins_with_loads`).
         """
         self.handle_preemptions(metadata)
         if isinstance(metadata, KvdConnectorMetadata):
             done = self._steps.done(metadata)
-            self._look_at_forward(done)
+            if not metadata.begins_with_loads:
+                self._look_at_forward(done)
             self._start_loads(metadata, done)
 
     def _start_loads(self, step: KvdConnectorMetadata, done: set[Phase]) -> None:
@@ -359,6 +360,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
 
         Where a signal's handler raises amid it, or the step raises, the next call has them.
         """
+        if self._unfinalized is not None:  # nor will it be, with a drafter, on most stages
+            self._look_at_forward(self._steps.done(self._unfinalized))
         if not self._refused:
             self._worker.rest(has_run=self._has_run)
         self._reports += self._worker.get_finished().ended

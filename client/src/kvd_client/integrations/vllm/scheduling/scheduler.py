@@ -282,6 +282,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         was_sent, lost = self.manager.send_step(jobs, has_run=has_run)
         orders = self._orders(made, jobs, lost, was_sent=was_sent)
         orders.has_run = has_run
+        orders.begins_with_loads = scheduler_output.has_sync_kv_loads
         self._prompt_times.step(
             (
                 (self._req_status[new.req_id].req, new.num_computed_tokens)
