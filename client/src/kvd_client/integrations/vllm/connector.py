@@ -21,6 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     build_offloading_config,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    SchedulerOffloadConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
@@ -40,6 +43,7 @@ from kvd_client.integrations.vllm.options import WHERE
 from kvd_client.integrations.vllm.plugin import knows_spec, register_spec
 from kvd_client.integrations.vllm.rank.gpu_rules import check_sleep, check_step_order
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
+from kvd_client.integrations.vllm.scheduling.lazy import check_lazy
 from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.shared_metrics import shareable
 from kvd_client.integrations.vllm.spec import SPEC_NAME, KvdOffloadingSpec
@@ -77,6 +81,10 @@ class KvdConnector(OffloadingConnector):
         if not is_ours:
             return
         spec = KvdOffloadingSpec(build_offloading_config(vllm_config, kv_cache_config))
+        if spec.options.stores_lazily:
+            config = SchedulerOffloadConfig.from_spec(spec, vllm_config, kv_cache_config)
+            # In a rank, too, which vLLM makes first and keeps where it refuses the scheduler side.
+            check_lazy(vllm_config, config)
         if role == KVConnectorRole.SCHEDULER:
             self._kvd_scheduler = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
             self.connector_scheduler = self._kvd_scheduler

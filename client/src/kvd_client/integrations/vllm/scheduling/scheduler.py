@@ -53,11 +53,7 @@ from kvd_client.integrations.vllm.scheduling.jobs import (
     load_runs,
     store_runs,
 )
-from kvd_client.integrations.vllm.scheduling.lazy import (
-    BlocksOnDevice,
-    blocks_ahead,
-    check_lazy,
-)
+from kvd_client.integrations.vllm.scheduling.lazy import BlocksOnDevice, blocks_ahead
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.scheduling.never_computed import NeverComputed
@@ -104,7 +100,6 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self._decode_tokens = 1 + vllm_config.num_speculative_tokens  # at most, in a step
         self._device: BlocksOnDevice | None = None
         if self.manager.stores_lazily:
-            check_lazy(vllm_config, self.config)
             self._device = BlocksOnDevice(blocks_ahead(vllm_config, self.config))
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
