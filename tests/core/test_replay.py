@@ -21,7 +21,7 @@ from kvd.cli.replay import command as replay
 from kvd.cli.replay.compute import EVEN_AT_TOKENS, compute_ratio
 from kvd.cli.replay.device import StoreRule
 from kvd.cli.replay.engine import ReplayEngine
-from kvd.cli.replay.trace import MAX_TIMESTAMP_MS, TraceError, TraceRequest, read_trace
+from kvd.cli.replay.trace import MAX_BLOCKS, MAX_TIMESTAMP_MS, TraceError, TraceRequest, read_trace
 from kvd.core.policy import POLICY_NAMES
 
 
@@ -79,6 +79,28 @@ def plain_lru(requests: Sequence[TraceRequest], capacity: int) -> int:
 def test_lru_finds_exactly_what_an_ordered_dictionary_finds(capacity: int) -> None:
     requests = conversations(seed=3)
     assert replay.replay(requests, "lru", capacity).blocks_found == plain_lru(requests, capacity)
+
+
+@pytest.mark.parametrize("capacity", [7, 40, 1000])
+def test_what_goes_in_several_messages_is_found_as_in_one(
+    capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = conversations(seed=3)
+    monkeypatch.setattr("kvd.cli.replay.engine.MAX_KEYS_PER_MESSAGE", 3)
+    assert replay.replay(requests, "lru", capacity).blocks_found == plain_lru(requests, capacity)
+
+
+@pytest.mark.parametrize("more", [(), ("--device-blocks", str(MAX_BLOCKS), "--store", "lazy")])
+def test_the_longest_request_that_a_trace_may_have_is_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    blocks = [request(*range(start, start + MAX_BLOCKS)) for start in (0, MAX_BLOCKS)]
+    path = write_trace(tmp_path / "trace.jsonl", [*blocks, *blocks])
+    flags = ["--capacity-blocks", "9000", "--tier", "fraction=1", *more]
+    assert main(["replay", "--trace", str(path), "--json", *flags]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["blocks_offered"] == 4 * MAX_BLOCKS
+    assert 0 < result["blocks_found"] <= 2 * MAX_BLOCKS
 
 
 @pytest.mark.parametrize("policy", [*POLICY_NAMES, replay.BELADY])

@@ -7,6 +7,7 @@ the daemon has becomes young there: its last use was the device's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.runtime.probes import native_probes
 from kvd_proto.groups import GroupKind
 from kvd_proto.key_status import HIT, PENDING, STATUS_BITS
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 
 BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists
 HASH_BYTES = 8
@@ -159,12 +161,8 @@ class ReplayEngine:
         leased then. Those before `first` count as missing.
         """
         lease: LeaseId | None = None
-        keys = _keys(blocks[first:])
-        while len(keys):
-            query = events.Query(context, 0, keys, events.LeaseMode.PREFIX, lease, first)
-            (answer,) = self._ask(events.LookupRequested(_SESSION, (query,)))
-            lease = answer.lease if answer.lease is not None else lease
-            statuses = np.frombuffer(answer.statuses, np.uint8) & STATUS_BITS
+        while first < blocks.size:
+            statuses, lease = self._look_up_once(context, blocks[first:], first, lease)
             if not (statuses == PENDING).any():
                 return np.concatenate([np.zeros(first, np.bool_), statuses == HIT]), lease
             self._drive(events.StepEnded(_SESSION))
@@ -172,11 +170,29 @@ class ReplayEngine:
             self._wait_for_tiers()
         return np.zeros(blocks.size, np.bool_), None
 
+    def _look_up_once(
+        self, context: events.RequestContext, blocks: BlockIds, first: int, lease: LeaseId | None
+    ) -> tuple[Statuses, LeaseId | None]:
+        """Statuses of blocks that stand from `first` on, and the lease of the leading hits: by
+        `lease`, where there is one, else by a new one.
+        """
+        found: list[int] = []
+        mode = events.LeaseMode.PREFIX
+        for start, piece in _pieces(blocks):
+            query = events.Query(context, 0, _keys(piece), mode, lease, first + start)
+            (answer,) = self._ask(events.LookupRequested(_SESSION, (query,)))
+            lease = answer.lease if answer.lease is not None else lease
+            found += answer.statuses
+            if any(status & STATUS_BITS != HIT for status in answer.statuses):
+                mode = events.LeaseMode.NONE  # what comes behind a hole is no leading one
+        return np.array(found, np.uint8) & np.uint8(STATUS_BITS), lease
+
     def _load(self, context: events.RequestContext, blocks: BlockIds) -> None:
-        verdict = self._ask(
-            events.LoadRequested(_SESSION, self._next_job(), context, (_run(blocks),))
-        )
-        assert verdict.accepted, f"a leased block could not be loaded: {verdict.reason}"
+        for _, piece in _pieces(blocks):
+            verdict = self._ask(
+                events.LoadRequested(_SESSION, self._next_job(), context, (_run(piece),))
+            )
+            assert verdict.accepted, f"a leased block could not be loaded: {verdict.reason}"
 
     def _store_computed(
         self, context: events.RequestContext, blocks: BlockIds, present: Flags, first: int
@@ -207,17 +223,15 @@ class ReplayEngine:
         self, context: events.RequestContext, missing: BlockIds, first: int, room: int
     ) -> None:
         self.blocks_without_room += max(0, missing.size - room)
-        missing = missing[:room]
-        if missing.size == 0:
-            return
-        verdict = self._ask(
-            events.StoreRequested(_SESSION, self._next_job(), context, (_run(missing, first),))
-        )
-        if not verdict.accepted:  # slow copies hold what the request's own blocks left of the room
+        for start, piece in _pieces(missing[:room]):
+            run = _run(piece, first + start)
+            verdict = self._ask(events.StoreRequested(_SESSION, self._next_job(), context, (run,)))
+            if verdict.accepted:
+                self.blocks_stored += verdict.blocks
+                continue
+            # Slow copies hold what the request's own blocks left of the room.
             assert self._below.next_end_ns() is not None, f"refused with room: {verdict.reason}"
-            self.blocks_without_room += missing.size
-            return
-        self.blocks_stored += verdict.blocks
+            self.blocks_without_room += piece.size
 
     def _holds(self, blocks: BlockIds) -> Flags:
         """What the index page would show of these."""
@@ -227,8 +241,8 @@ class ReplayEngine:
         return there
 
     def _touch(self, context: events.RequestContext, blocks: BlockIds) -> None:
-        if blocks.size:
-            self._drive(events.Touched(_SESSION, context, 0, _keys(blocks)))
+        for _, piece in _pieces(blocks):
+            self._drive(events.Touched(_SESSION, context, 0, _keys(piece)))
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -328,6 +342,12 @@ class ReplayEngine:
 def leading(flags: Flags) -> int:
     """How many of the first ones are set, without a gap."""
     return int(flags.size if flags.all() else flags.argmin())
+
+
+def _pieces(blocks: BlockIds) -> Iterator[tuple[int, BlockIds]]:
+    """What one message may name at once, and the place of its first block among all."""
+    for start in range(0, blocks.size, MAX_KEYS_PER_MESSAGE):
+        yield start, blocks[start : start + MAX_KEYS_PER_MESSAGE]
 
 
 def _keys(blocks: BlockIds) -> KeyBatch:
