@@ -160,6 +160,7 @@ def command(**flags: Any) -> int:
     try:
         trace = _trace(given, opened)
     except OSError as error:  # as late as when the rest is written and the file is closed
+        _remove_empty(given.file)
         raise Failure(f"{given.file} can't be written: {error.strerror}", EXIT_FAILED) from None
     seconds = time.monotonic() - began
     if given.json:
@@ -195,17 +196,15 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
             raise
         finally:
             if packed is not None:
-                _end(packed, given.file, trace)
+                packed.close()
     return trace
 
 
-def _end(packed: gzip.GzipFile, path: Path, trace: Trace) -> None:
-    try:
-        packed.close()
-    except OSError:
-        if not trace.requests:  # the next try may want the name
-            path.unlink(missing_ok=True)
-        raise
+def _remove_empty(path: Path) -> None:
+    """Of a file that took no byte nothing is lost, and the next try may want the name."""
+    with contextlib.suppress(OSError):
+        if not path.stat().st_size:
+            path.unlink()
 
 
 def _record(given: SimpleNamespace, trace: Trace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gzip
 import io
 import json
@@ -45,6 +44,7 @@ from tests.control.daemon_rig import (
     refusal,
 )
 from tests.forked import run
+from tests.small_tmpfs import small_tmpfs
 
 NAMESPACE = NamespaceId(1)
 
@@ -282,18 +282,25 @@ def test_what_a_daemon_said_before_its_end_is_kept_and_told(
     assert len(read_trace(tmp_path / name)) == 1
 
 
-def test_a_packed_recording_that_a_full_disk_takes_nothing_of_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "requests"),
+    [("trace", 1), ("trace", 4000), ("trace.gz", 0), ("trace.gz", 1), ("trace.gz", 4000)],
+)
+def test_a_recording_that_a_full_disk_takes_nothing_of_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, requests: int
 ) -> None:
-    def full(_packed: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def record(_given: object, trace: Trace) -> None:
+        for number in range(requests):
+            trace.add(operator_pb2.RecordedRequest(hash_bytes=32, hashes=hashes(number)))
 
-    monkeypatch.setattr("kvd.cli.record._record", lambda _given, _trace: None)
-    monkeypatch.setattr("kvd.cli.record.gzip.GzipFile.close", full)
-    ended = CliRunner().invoke(command, [str(tmp_path / "trace.gz")])
+    monkeypatch.setattr("kvd.cli.record._record", record)
+    with small_tmpfs(tmp_path / "full", 4096) as full:
+        (full / "other").write_bytes(bytes(4096))
+        ended = CliRunner().invoke(command, [str(full / name)])
+        left = [each.name for each in full.iterdir()]
     assert ended.exit_code == EXIT_FAILED
     assert "No space left on device" in ended.output
-    assert not (tmp_path / "trace.gz").exists()
+    assert left == ["other"]
 
 
 def test_a_namespace_that_is_not_there_is_refused(running: RunningDaemon) -> None:
