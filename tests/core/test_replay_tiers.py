@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,31 @@ def test_a_block_of_an_impossible_size_is_refused(
 ) -> None:
     assert command("--trace", "absent", "--capacity-blocks", "5", "--block-bytes", size) == 2
     assert "--block-bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["2MiB", "1GiB"])
+def test_a_pool_larger_than_any_daemon_has_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    path = write_trace(tmp_path / "trace", REQUESTS[:3])
+    flags = ("--trace", str(path), "--block-bytes", size, "--capacity-blocks", "4194304")
+    assert command(*flags) == 2
+    assert "--block-bytes" in capsys.readouterr().err
+    assert command(*flags, "--policy", "belady") == 0
+
+
+def test_a_pool_that_there_is_no_memory_for_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace(tmp_path / "trace", REQUESTS[:3])
+    flags = ("--trace", str(path), "--block-bytes", "1GiB", "--capacity-blocks", "8191")
+    room = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, room[1]))
+    try:
+        assert command(*flags) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, room)
+    assert "too little memory" in capsys.readouterr().err
 
 
 def test_what_had_to_leave_a_tier_is_told_to_the_core_before_what_it_has() -> None:

@@ -13,6 +13,7 @@ A tier's copies take no time either, or as long as its rate says.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -24,7 +25,7 @@ from typing import Any
 import click
 import numpy as np
 
-from kvd.cli.exits import EXIT_MISUSED
+from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
 from kvd.cli.options import Checked, FilePath, json_option
 from kvd.cli.replay import belady
 from kvd.cli.replay.compute import compute_ratio
@@ -35,6 +36,7 @@ from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
 from kvd.config.tiers import REUSE, WRITES
 from kvd.config.values import number, one_of, parse_size, read_threshold, whole_number
 from kvd.core.policy import POLICY_NAMES
+from kvd.pool.config import MAX_POOL_BYTES
 from kvd_proto.limits import MAX_TIERS
 
 BELADY = "belady"
@@ -248,13 +250,23 @@ def run(args: SimpleNamespace) -> int:
         requests = read_trace(args.trace)  # of a long one this takes minutes
         specs = [_spec_of(tier, requests) for tier in tiers]
         rule = _store_rule_of(args, requests)
+        capacity_blocks = _capacity_of(args, requests)
     except (TraceError, _OptionError) as error:
         print(f"kvd replay: {error}", file=sys.stderr)
         return EXIT_MISUSED
-    capacity_blocks = args.capacity_blocks or capacity_of(requests, args.capacity_fraction)
     progress = _reporter(args.policy, len(requests))
     below = ReplayTiers(specs, args.block_bytes)
-    result = replay(requests, args.policy, capacity_blocks, rule, progress, below)
+    try:
+        result = replay(requests, args.policy, capacity_blocks, rule, progress, below)
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise Failure(
+            f"this machine has too little memory for what a daemon knows of a pool of"
+            f" {capacity_blocks:,} blocks of {args.block_bytes} bytes. Fix: a smaller pool, or"
+            " smaller --block-bytes",
+            EXIT_FAILED,
+        ) from None
     fields = asdict(result) | {"trace": str(args.trace)}
     if args.json:
         print(json.dumps(fields))
@@ -368,6 +380,18 @@ def _refuse_together(args: SimpleNamespace) -> None:
         raise _OptionError("belady is a bound for one cache. Fix: no --device-blocks")
     if args.tier:
         raise _OptionError("belady is a bound for one cache. Fix: no --tier, or another --policy")
+
+
+def _capacity_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> int:
+    """Blocks of the pool. _OptionError where no daemon has so large a one."""
+    blocks: int = args.capacity_blocks or capacity_of(requests, args.capacity_fraction)
+    most = MAX_POOL_BYTES // args.block_bytes
+    if blocks > most and args.policy != BELADY:
+        raise _OptionError(
+            f"--block-bytes {args.block_bytes}: a pool of {blocks:,} such blocks has 8 TiB or more,"
+            f" and no daemon's has. Fix: smaller blocks, or a pool of at most {most:,}"
+        )
+    return blocks
 
 
 def _store_rule_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> StoreRule:
