@@ -33,6 +33,7 @@ from tests.tiers.test_disk_contract import REGION_BYTES, options_of
 
 REGIONS = ROOM_BLOCKS * BLOCK_BYTES // REGION_BYTES
 YEAR_S = 365 * 24 * 3600
+BEYOND_STAMPS_S = 1 << 33  # the year 2242
 
 
 class Clock:
@@ -106,11 +107,12 @@ def test_a_clock_that_is_put_back_makes_nothing_the_last_used_one(
     store.close()
 
 
+@pytest.mark.parametrize("set_s", [10 * YEAR_S, BEYOND_STAMPS_S])
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_blocks_of_another_size_have_the_room_of_those_before_a_clock_was_put_back(
-    tmp_path: Path, clock: Clock, is_restarted: bool
+    tmp_path: Path, clock: Clock, is_restarted: bool, set_s: int
 ) -> None:
-    clock.set_s = 10 * YEAR_S
+    clock.set_s = set_s
     store = opened(tmp_path / "a")
     keep(store, range(ROOM_BLOCKS))
     clock.set_s = 0
@@ -124,7 +126,7 @@ def test_blocks_of_another_size_have_the_room_of_those_before_a_clock_was_put_ba
     store.close()
 
 
-@pytest.mark.parametrize("set_s", [1 << 33, -10000 * USE_NOTED_S])
+@pytest.mark.parametrize("set_s", [BEYOND_STAMPS_S, -10000 * USE_NOTED_S])
 def test_a_clock_in_a_year_that_no_stamp_has_costs_no_block(
     tmp_path: Path, clock: Clock, set_s: int
 ) -> None:
