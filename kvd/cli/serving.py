@@ -14,10 +14,15 @@ from kvd.cli import last_words
 from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.cli.interrupts import ends_at_once
 from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
+from kvd.linux.proc import shows_this_process
 
 WITHOUT_ASSERTS = (
     "Python runs without assertions, by which a daemon ends rather than serve wrong bytes: unset"
     " PYTHONOPTIMIZE, and leave out -O"
+)
+WITHOUT_PROC = (
+    "/proc is not there, or is another pid namespace's, and by it the daemon tells which of its"
+    " processes live: mount the one of its own (unshare --mount-proc, bwrap --proc /proc)"
 )
 
 
@@ -41,10 +46,10 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
     if print_config:
         click.echo(config.as_toml(settings), nl=False)
         return 0
-    if sys.flags.optimize:
+    if unfit := _why_unfit():
         if check:
-            raise Failure(WITHOUT_ASSERTS, EXIT_MISUSED)
-        return last_words.end(WITHOUT_ASSERTS, EXIT_MISUSED, settings.log_format)
+            raise Failure(unfit, EXIT_MISUSED)
+        return last_words.end(unfit, EXIT_MISUSED, settings.log_format)
     if check:
         from kvd.cli.doctor.command import check_place  # noqa: PLC0415 - see below
 
@@ -62,6 +67,13 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
         from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
 
     return serve.serve(settings, read)
+
+
+def _why_unfit() -> str:
+    """Why no daemon may begin in this process; "" where one may."""
+    if sys.flags.optimize:
+        return WITHOUT_ASSERTS
+    return "" if shows_this_process() else WITHOUT_PROC
 
 
 class _Serve(last_words.Service):

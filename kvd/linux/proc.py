@@ -101,6 +101,16 @@ def _lines(path: Path) -> list[str]:
 # -- this process -----------------------------------------------------------------------------
 
 
+def shows_this_process(proc: Path = PROC) -> bool:
+    """Whether it is there, and of this process's pid namespace: in another's, a pid that we know
+    is another process.
+    """
+    try:
+        return (proc / "self").readlink().name == str(os.getpid())
+    except OSError:
+        return False
+
+
 def own_use() -> OwnUse:
     """CPU time and memory of this process."""
     user, system = map(int, _stat("self")[11:13])
@@ -181,8 +191,12 @@ def allowed_nodes(proc: Path = PROC) -> frozenset[int]:
 
 
 def memory_bytes(name: str, proc: Path = PROC) -> int | None:
-    """A line of meminfo, in bytes; None where the kernel has no such line."""
-    for line in (proc / "meminfo").read_text().splitlines():
+    """A line of meminfo, in bytes; None where the kernel has no such line, or no /proc is there."""
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in lines:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None

@@ -28,6 +28,8 @@ print("START", flush=True)
 started = main(["serve", *sys.argv[1:]])
 sys.exit(10 * checked + started)
 """
+NO_PROC = ("unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "sh")
+ANOTHERS_PROC = ("unshare", "--pid", "--fork", "--kill-child")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 
@@ -299,3 +301,38 @@ def test_a_python_without_assertions_runs_no_daemon(tmp_path: Path, words: list[
     assert done.returncode == 2
     assert "unset PYTHONOPTIMIZE" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("words", [[], ["--check"]])
+@pytest.mark.parametrize("behind", [NO_PROC, ANOTHERS_PROC], ids=["none", "another's"])
+def test_a_daemon_that_its_proc_does_not_show_does_not_run(
+    tmp_path: Path, behind: tuple[str, ...], words: list[str]
+) -> None:
+    """In another namespace's a mover's pid is of some other process: that one would be ended."""
+    flags = ["--pool-directory", str(tmp_path / "pool"), "--socket", str(tmp_path / "kvd.sock")]
+    done = serve_behind(behind, *flags, *words)
+    assert done.returncode == 2
+    assert "/proc is not there, or is another pid namespace's" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+def test_a_share_of_memory_that_no_proc_tells_is_refused_with_its_setting() -> None:
+    done = serve_behind(NO_PROC, "--check", "--pool-bytes", "50%")
+    assert done.returncode == 2
+    assert "--pool-bytes" in done.stderr
+    assert "in bytes: /proc/meminfo has no MemTotal" in done.stderr
+
+
+def serve_behind(behind: tuple[str, ...], *words: str) -> subprocess.CompletedProcess[str]:
+    """What a start says and how it ends; a skip where this machine makes no such namespace."""
+    if subprocess.run([*behind, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no such namespace can be made")
+    return subprocess.run(
+        [*behind, sys.executable, "-m", "kvd", "serve", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
