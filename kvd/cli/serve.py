@@ -49,6 +49,7 @@ from kvd.linux.calls import ask_for_short_slices, share_one_heap
 from kvd.linux.own_directory import NotTrustedError
 from kvd.observability import logs, metrics, status_page
 from kvd.observability.floods import Floods
+from kvd.pool.choices import NO_ROOM
 from kvd.pool.config import COMFORTABLE_EXTENTS, PoolError
 from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
@@ -214,7 +215,8 @@ class Daemon:
 
     def _tell_of_records(self, pool: Pool) -> None:
         self.metrics.tell_checksums(are_kept=pool.payload_checksums)
-        log.info(
+        log.log(
+            logging.WARNING if pool.checksums_reason == NO_ROOM else logging.INFO,
             "checksums of the blocks' bytes: %s%s",
             "on" if pool.payload_checksums else "off",
             f" ({pool.checksums_reason})" if pool.checksums_reason else "",

@@ -59,6 +59,19 @@ def test_a_daemon_started_anew_on_a_full_file_system_is_warm(scene: Scene, mount
     assert engine.load("after", 200) == 200
 
 
+def test_a_daemon_that_has_no_room_for_checksums_warns_of_that(
+    unstarted: Scene, mount: Path
+) -> None:
+    unstarted.daemon.flags["payload-checksums"] = "off"
+    unstarted.daemon.start()
+    fill(mount)
+    unstarted.kill_daemon()
+    unstarted.daemon.flags["payload-checksums"] = "auto"
+    unstarted.daemon.start()
+    said = "checksums of the blocks' bytes: off (there is no room for their table)"
+    assert f"WARNING kvd.cli.serve: {said}" in unstarted.daemon.log.read_text()
+
+
 def test_a_pool_without_a_table_of_clears_is_served_on_a_full_file_system_with_a_tier(
     scene: Scene, mount: Path, tmp_path: Path
 ) -> None:
