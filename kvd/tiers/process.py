@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from kvd.core.keys import RowId, TierId
 from kvd.core.model.tiers import TenantShare
 from kvd.processes.framing import BadFrame, frame
-from kvd.processes.launch import launch
+from kvd.processes.launch import how_it_ended, launch
 from kvd.processes.parent import OwnedProcess, ProcessStartError
 from kvd.tiers import frames
 from kvd.tiers.frames import (
@@ -417,6 +418,12 @@ class TierProcess(OwnedProcess):
             self._sink.row_unmapped(self.tier, row)
         self._unmapping.clear()
         self._sink.tier_gone(self.tier, reason)
+
+    def _how_it_ended(self, status: int) -> str:
+        reason = how_it_ended(status)
+        if -status == signal.SIGKILL:  # a mover's worker may, here only the kernel or an operator
+            reason += ", perhaps for want of memory"
+        return reason
 
     def _ask_to_stop(self) -> None:
         self._write(TierFrame.STOP)

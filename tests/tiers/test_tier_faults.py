@@ -230,7 +230,7 @@ async def test_an_outcome_of_the_other_direction_is_a_lie() -> None:
     [
         ("exit", "exited with status 0"),
         ("segfault", "killed by SIGSEGV"),
-        ("kill", "killed by SIGKILL"),
+        ("kill", "killed by SIGKILL, perhaps for want of memory"),
     ],
 )
 @on_loop

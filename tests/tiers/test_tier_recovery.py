@@ -63,7 +63,7 @@ async def test_a_tiers_process_that_outlived_its_daemon_is_ended(shared_director
     await orphaned(config, sink)
     with opened(config) as pool:
         await sink.until(lambda: sink.gone)
-        assert sink.gone == ["killed by SIGKILL"]
+        assert sink.gone == ["killed by SIGKILL, perhaps for want of memory"]
         rows = orders.rows_of(list(pool.recovered()))
         assert not any(row.quarantined for row in rows.values())
         assert not pool.orphans()
