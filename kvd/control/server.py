@@ -25,6 +25,7 @@ from kvd.control.registration.rendezvous import Rendezvous
 from kvd.control.rpc import CallInterceptor, CallObserver
 from kvd.control.services.engine import EngineServicer
 from kvd.control.services.events import EventServicer
+from kvd.control.services.health import HealthServicer
 from kvd.control.services.operator import OperatorServicer
 from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.control.services.worker import WorkerServicer
@@ -147,7 +148,7 @@ class ControlServer:
         self._memory = MemoryReturn()
         self._operates = tenants.user_operates
         self._door: Door | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer(SERVICES)
         self._server: grpc.aio.Server | None = None
         self._files: list[SocketFile] = []
 
@@ -170,7 +171,6 @@ class ControlServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        await self._say_health(health_pb2.HealthCheckResponse.SERVING)
         try:
             async with alone_in(place.socket.parent):
                 refuse_taken(place.socket, place.companion)
@@ -215,7 +215,7 @@ class ControlServer:
         DrainTakenBack where it is undrained meanwhile.
         """
         self.common.draining = True
-        await self._say_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._health.say(health_pb2.HealthCheckResponse.NOT_SERVING)
         left = await self.driver.drain(deadline_s)
         if not self.common.draining:
             raise DrainTakenBack("somebody undrained the daemon meanwhile: it takes work again")
@@ -227,7 +227,7 @@ class ControlServer:
             raise Draining("the daemon is stopping")
         was_draining, self.common.draining = self.common.draining, False
         self.driver.undrain()
-        await self._say_health(health_pb2.HealthCheckResponse.SERVING)
+        self._health.say(health_pb2.HealthCheckResponse.SERVING)
         return was_draining
 
     def lost_socket(self) -> Path | None:
@@ -249,10 +249,6 @@ class ControlServer:
             async with alone_in(self._files[0].path.parent):
                 for file in self._files:
                     file.remove()
-
-    async def _say_health(self, status: int) -> None:
-        for name in ("", *SERVICES):
-            await self._health.set(name, status)
 
 
 def make_directory(path: Path, group: str = "") -> None:

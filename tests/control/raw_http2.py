@@ -23,7 +23,8 @@ def message(content: bytes, length: int | None = None) -> bytes:
 class RawHttp2:
     """One connection to a Unix socket. Reads nothing but what flow control needs."""
 
-    def __init__(self, path: str, *, says_hello: bool = True) -> None:
+    def __init__(self, path: str, *, says_hello: bool = True, takes_data: bool = True) -> None:
+        """One that takes no data leaves no room for any answer, and never will."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)  # waits where the daemon's queue is full
         self._socket.settimeout(10.0)
@@ -34,9 +35,11 @@ class RawHttp2:
         self._windows = {0: _DEFAULT_WINDOW}
         self._next = 1
         self.is_over = False  # the other side closed it
+        self.begun: set[int] = set()  # streams on which it answers
         self.reset: set[int] = set()  # streams that it ended
         if says_hello:
-            self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+            settings = b"" if takes_data else struct.pack(">HI", _INITIAL_WINDOW, 0)
+            self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -103,6 +106,8 @@ class RawHttp2:
             self._take(kind, flags, stream, body)
 
     def _take(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        if kind == _HEADERS:
+            self.begun.add(stream)
         if kind == _WINDOW and stream in self._windows:
             self._windows[stream] += int.from_bytes(body, "big") & 0x7FFFFFFF
         elif kind == _SETTINGS and not flags & 1:
