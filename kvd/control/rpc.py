@@ -10,11 +10,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from kvd.control import errors
 from kvd.control.access.calls_in_line import CallsInLine
-from kvd.control.access.intake import TAKE_IN_SECONDS, Intake
+from kvd.control.access.intake import (
+    SMALL_BYTES,
+    SMALL_HURRIED_SECONDS,
+    SMALL_SECONDS,
+    TAKE_IN_SECONDS,
+    Intake,
+)
 from kvd.control.access.peers import Context, no_peer
 from kvd.control.sessions import wire
 from kvd.core.errors import InvalidArgument, KvdError
@@ -46,7 +52,8 @@ class CallObserver(Protocol):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Checks and counts every call of kvd's own methods; health and reflection pass untouched."""
+    """Checks and counts every call of kvd's own methods; of health and reflection, which need no
+    hello, it bounds the messages."""
 
     def __init__(
         self,
@@ -80,8 +87,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """The handler, wrapped."""
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
-        if handler is None or not path.startswith(OWN_PREFIX):
-            return handler
+        if handler is None:
+            return None
+        if not path.startswith(OWN_PREFIX):
+            return self._for_anyone(handler)
         method = path.removeprefix(OWN_PREFIX)
         kind = _message_of(handler.request_deserializer)
         if handler.stream_stream is not None:
@@ -120,6 +129,55 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
+    def _for_anyone(self, handler: Handler) -> Handler:
+        """Health and reflection: whose a call is nobody knows, so what each may send is little."""
+        kind = _message_of(handler.request_deserializer)
+
+        async def read_each(context: Context) -> AsyncGenerator[Any]:
+            while (content := await self._take_small(context)) is not None:
+                yield _parsed(kind, content)
+
+        async def first_of(context: Context) -> Message:
+            content = await self._take_small(context)
+            if content is None:
+                raise _no_message()
+            return _parsed(kind, content)
+
+        async def call(_requests: AsyncIterator[bytes], context: Context) -> Any:
+            try:
+                if handler.unary_unary is not None:
+                    return await handler.unary_unary(await first_of(context), context)
+                if handler.unary_stream is not None:
+                    return await handler.unary_stream(await first_of(context), context)
+                async with contextlib.aclosing(read_each(context)) as each:
+                    async for answer in handler.stream_stream(each, context):
+                        await context.write(answer)
+            except KvdError as error:
+                return _refuse(context, error)
+
+        serialize = handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(call, None, _serializer(serialize))
+        return grpc.stream_stream_rpc_method_handler(call, None, serialize)
+
+    async def _take_small(self, context: Context) -> bytes | None:
+        """The next message of a call that anyone may make; None after the last."""
+        async with self._intake.small.hold(None, 1):
+            hurry = self._intake.small.is_taken(None)
+            seconds = SMALL_HURRIED_SECONDS if hurry else SMALL_SECONDS
+            try:
+                async with asyncio.timeout(seconds):
+                    content = await _next_of(context)
+            except TimeoutError:
+                raise errors.DeadlinePassed(
+                    f"the message did not come whole within {seconds} s: send it with its call"
+                ) from None
+        if content is not None and len(content) > SMALL_BYTES:
+            raise InvalidArgument(
+                f"a message of {len(content)} bytes; health and reflection take {SMALL_BYTES}"
+            )
+        return content
+
     @contextlib.asynccontextmanager
     async def _counted(self, context: Context) -> AsyncGenerator[int]:
         """The caller's user, with one call more under way, as soon as it may be taken up."""
@@ -150,9 +208,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     f"the message did not come whole within {TAKE_IN_SECONDS:.0f} s"
                 ) from None
             if content is None:
-                raise InvalidArgument(
-                    "the call came without a message", reason=errors.MALFORMED_MESSAGE
-                )
+                raise _no_message()
             return content
 
     def _stream_stream(
@@ -238,6 +294,19 @@ async def _next_of(context: Context) -> bytes | None:
     """
     content: Any = await context.read()
     return content if isinstance(content, bytes) else None
+
+
+def _no_message() -> InvalidArgument:
+    return InvalidArgument("the call came without a message", reason=errors.MALFORMED_MESSAGE)
+
+
+def _parsed(kind: type[Message], content: bytes) -> Message:
+    try:
+        return kind.FromString(content)
+    except DecodeError:
+        raise InvalidArgument(
+            "the bytes are no message of this type", reason=errors.MALFORMED_MESSAGE
+        ) from None
 
 
 def _refuse(context: Context, error: KvdError) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
-from kvd.control.access.intake import MAX_CALLS_OF_A_USER
+from kvd.control.access.intake import MAX_CALLS_OF_A_USER, SMALL_AT_ONCE, SMALL_BYTES
 from kvd.control.server import LOOKAHEAD_BYTES, MAX_STREAMS
 from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import engine_pb2, operator_pb2
@@ -20,10 +23,17 @@ from tests.control.daemon_rig import (
     refusal,
 )
 from tests.control.raw_http2 import RawHttp2, message
+from tests.control.running_daemon import DEADLINE_S
 from tests.faults.stand import resident_kib
 from tests.waiting import wait_until
 
 SESSION = "/kvd.v1.EngineService/Session"
+OPEN_TO_ALL = (
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+SERVING = b"\x08\x01"
 HALF = message(bytes(MAX_MESSAGE_BYTES - 1), MAX_MESSAGE_BYTES)
 
 
@@ -103,3 +113,29 @@ def test_user_with_as_many_calls_as_he_may_is_told_so(running: RunningDaemon) ->
         assert answer == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED", "")
     with contextlib.closing(Caller(running.socket)) as after:
         assert after.status().state
+
+
+@pytest.mark.parametrize("method", OPEN_TO_ALL)
+def test_half_messages_of_who_said_no_hello_hold_one_bound_for_all(
+    running: RunningDaemon, method: str
+) -> None:
+    """Each held 4 MiB, on each of a user's 3,584 streams, for as long as he liked."""
+    with contextlib.ExitStack() as stack:
+        idle = resident_kib(running.pid)
+        for _ in range(2 * SMALL_AT_ONCE // MAX_STREAMS):
+            raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
+            for _ in range(MAX_STREAMS):
+                raw.send(raw.begin(method, ""), HALF, 0.01)
+        assert mib_above(running, idle) < 300
+        with grpc.insecure_channel(f"unix:{running.socket}") as channel:
+            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert check(b"", timeout=DEADLINE_S) == SERVING
+
+
+def test_large_message_of_who_said_no_hello_is_refused(running: RunningDaemon) -> None:
+    with grpc.insecure_channel(f"unix:{running.socket}") as channel:
+        name = health_pb2.HealthCheckRequest(service="x" * SMALL_BYTES).SerializeToString()
+        watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        assert refusal(lambda: next(watch(name)))[:2] == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert refusal(lambda: check(b"\xff"))[:2] == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")

@@ -21,6 +21,11 @@ FIRST_AT_ONCE = 4  # first messages of calls that are taken in at once, of one u
 BYTES_AT_ONCE = MAX_MESSAGE_BYTES  # of large messages that are read and worked off, of one user
 TAKE_IN_SECONDS = 10.0  # for the first message of a call to come whole
 LARGE_BYTES = 16 * 1024  # smaller ones count for nothing
+# Of health and reflection, which need no hello:
+SMALL_AT_ONCE = 64  # messages that are taken in at once, of all
+SMALL_BYTES = 4096  # of one
+SMALL_SECONDS = 1.0  # for it to come whole
+SMALL_HURRIED_SECONDS = 0.1  # while no place is left
 MAX_CALLS = 4096  # under way, sessions and event watchers among them
 MAX_CALLS_OF_A_USER = 1024
 CALLS_FOR_OPERATORS = 64
@@ -88,7 +93,10 @@ class Share:
 
 
 class Intake:
-    """What each user's calls may take: their number, their first messages and large messages."""
+    """What each user's calls may take: their number, their first messages and large messages.
+
+    And what calls of health and reflection may, of all together.
+    """
 
     def __init__(self) -> None:
         self.calls = Shares(
@@ -96,6 +104,7 @@ class Intake:
         )
         self.first = Share(FIRST_AT_ONCE)
         self.large = Share(BYTES_AT_ONCE)
+        self.small = Share(SMALL_AT_ONCE)
 
     def for_message(
         self, user: Hashable, size: int
