@@ -296,6 +296,19 @@ async def _next_of(context: Context) -> bytes | None:
     return content if isinstance(content, bytes) else None
 
 
+def expect_callers_to_go() -> None:
+    """Keep gRPC from an error and a traceback in the log for each answer that was not taken."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_gone_caller)
+
+
+def _is_no_gone_caller(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, grpc.aio.InternalError):
+        return True
+    log.debug("an answer could not be sent: its caller has gone")
+    return False
+
+
 def _no_message() -> InvalidArgument:
     return InvalidArgument("the call came without a message", reason=errors.MALFORMED_MESSAGE)
 

@@ -22,7 +22,7 @@ from kvd.control.memory_return import MemoryReturn
 from kvd.control.namespaces import Namespaces
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
 from kvd.control.registration.rendezvous import Rendezvous
-from kvd.control.rpc import CallInterceptor, CallObserver
+from kvd.control.rpc import CallInterceptor, CallObserver, expect_callers_to_go
 from kvd.control.services.engine import EngineServicer
 from kvd.control.services.events import EventServicer
 from kvd.control.services.health import HealthServicer
@@ -156,6 +156,7 @@ class ControlServer:
         """Take calls from now on. SocketTaken where another daemon does."""
         make_directory(place.socket, place.group)
         self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
+        expect_callers_to_go()
         server = grpc.aio.server(interceptors=[self._interceptor], options=_options())
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineServicer(self.common, self.peers), server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import pytest
 
 from kvd.control.rpc import CallInterceptor
 from kvd.runtime.turns import FairQueue
-from kvd_proto.v1 import events_pb2, events_pb2_grpc
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
+from kvd_proto.v1 import engine_pb2, events_pb2, events_pb2_grpc
+from tests.control.daemon_rig import RawScheduler, daemon, query
+from tests.control.raw_http2 import RawHttp2, message
+from tests.waiting import wait_until
 
 USER = 7
 
@@ -60,3 +65,28 @@ async def test_a_message_to_a_watcher_that_has_gone_is_no_failure_of_the_daemons
     finally:
         await server.stop(None)
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+
+def test_an_answer_that_nobody_takes_is_no_error_in_the_log() -> None:
+    with (
+        daemon("--log-level", "debug") as running,
+        contextlib.closing(RawScheduler(running.socket)) as scheduler,
+    ):
+        keys = query(list(range(MAX_KEYS_PER_MESSAGE)), 0)  # a small answer would be kept
+        lookup = engine_pb2.LookupRequest(session_id=scheduler.id, queries=[keys])
+
+        def leave_an_answer() -> bool:
+            """Whether an answer failed by now; gRPC may see first that the caller has gone."""
+            with contextlib.closing(RawHttp2(running.socket, takes_data=False)) as raw:
+                stream = raw.begin("/kvd.v1.EngineService/Lookup", scheduler.welcome.token)
+                raw.send(stream, message(lookup.SerializeToString()))
+                wait_until(lambda: has_begun(raw, stream), "the call to be answered")
+            return "its caller has gone" in running.log.read_text()
+
+        wait_until(leave_an_answer, "an answer that could not be sent")
+        assert "Traceback" not in running.log.read_text()
+
+
+def has_begun(raw: RawHttp2, stream: int) -> bool:
+    raw.read(0.05)
+    return stream in raw.begun
