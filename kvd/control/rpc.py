@@ -14,13 +14,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvd.control import errors
 from kvd.control.access.calls_in_line import CallsInLine
-from kvd.control.access.intake import (
-    SMALL_BYTES,
-    SMALL_HURRIED_SECONDS,
-    SMALL_SECONDS,
-    TAKE_IN_SECONDS,
-    Intake,
-)
+from kvd.control.access.intake import SMALL_BYTES, TAKE_IN_SECONDS, Intake
 from kvd.control.access.peers import Context, no_peer
 from kvd.control.sessions import wire
 from kvd.core.errors import InvalidArgument, KvdError
@@ -162,16 +156,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def _take_small(self, context: Context) -> bytes | None:
         """The next message of a call that anyone may make; None after the last."""
-        async with self._intake.small.hold(None, 1):
-            hurry = self._intake.small.is_taken(None)
-            seconds = SMALL_HURRIED_SECONDS if hurry else SMALL_SECONDS
-            try:
-                async with asyncio.timeout(seconds):
-                    content = await _next_of(context)
-            except TimeoutError:
-                raise errors.DeadlinePassed(
-                    f"the message did not come whole within {seconds} s: send it with its call"
-                ) from None
+        try:
+            async with self._intake.small.coming():
+                content = await _next_of(context)
+        except TimeoutError:
+            raise errors.DeadlinePassed(
+                "the message did not come whole in time: send it with its call"
+            ) from None
         if content is not None and len(content) > SMALL_BYTES:
             raise InvalidArgument(
                 f"a message of {len(content)} bytes; health and reflection take {SMALL_BYTES}"

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from kvd.control.access.intake import MAX_CALLS_OF_A_USER, SMALL_AT_ONCE, SMALL_BYTES
+from kvd.control.access.intake import MAX_CALLS_OF_A_USER, SMALL_BYTES, SMALL_LATE_AT_ONCE
 from kvd.control.server import LOOKAHEAD_BYTES, MAX_STREAMS
 from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import engine_pb2, operator_pb2
@@ -122,7 +122,7 @@ def test_half_messages_of_who_said_no_hello_hold_one_bound_for_all(
     """Each held 4 MiB, on each of a user's 3,584 streams, for as long as he liked."""
     with contextlib.ExitStack() as stack:
         idle = resident_kib(running.pid)
-        for _ in range(2 * SMALL_AT_ONCE // MAX_STREAMS):
+        for _ in range(8 * SMALL_LATE_AT_ONCE // MAX_STREAMS):
             raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
             for _ in range(MAX_STREAMS):
                 raw.send(raw.begin(method, ""), HALF, 0.01)

@@ -73,6 +73,32 @@ def field(message: Any, name: str, content: bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
+async def test_messages_that_come_late_hold_up_none_and_only_so_many_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "SMALL_LATE_SECONDS", 60.0)
+    small = intake.SmallMessages()
+    came = asyncio.Event()
+
+    async def take() -> str:
+        try:
+            async with small.coming():
+                await came.wait()
+        except TimeoutError:
+            return "late"
+        return "taken"
+
+    for _ in range(2):  # the places come back
+        taking = [asyncio.ensure_future(take()) for _ in range(intake.SMALL_LATE_AT_ONCE + 1)]
+        done, _ = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+        assert [each.result() for each in done] == ["late"]
+        assert taking[-1] in done
+        came.set()
+        assert await take() == "taken", "beside as many late ones as may be"
+        assert [await each for each in taking[:-1]] == ["taken"] * intake.SMALL_LATE_AT_ONCE
+        came.clear()
+
+
 def test_messages_of_tiny_parts_take_little_memory_however_many_come_at_once() -> None:
     """Each became 160 MiB, and those of all sessions were read at the same time."""
     part = field(engine_pb2.Step, "touches", b"")

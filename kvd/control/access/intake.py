@@ -22,10 +22,10 @@ BYTES_AT_ONCE = MAX_MESSAGE_BYTES  # of large messages that are read and worked 
 TAKE_IN_SECONDS = 10.0  # for the first message of a call to come whole
 LARGE_BYTES = 16 * 1024  # smaller ones count for nothing
 # Of health and reflection, which need no hello:
-SMALL_AT_ONCE = 64  # messages that are taken in at once, of all
-SMALL_BYTES = 4096  # of one
-SMALL_SECONDS = 1.0  # for it to come whole
-SMALL_HURRIED_SECONDS = 0.1  # while no place is left
+SMALL_BYTES = 4096  # of one message
+SMALL_SECONDS = 0.1  # for it to come whole
+SMALL_LATE_AT_ONCE = 16  # messages that may take longer, of all
+SMALL_LATE_SECONDS = 1.0  # for such a one
 MAX_CALLS = 4096  # under way, sessions and event watchers among them
 MAX_CALLS_OF_A_USER = 1024
 CALLS_FOR_OPERATORS = 64
@@ -92,6 +92,35 @@ class Share:
             self._rooms.pop(user, None)
 
 
+class SmallMessages:
+    """How long messages may take to come that anyone may send: none waits for another one."""
+
+    def __init__(self) -> None:
+        self._late = 0
+
+    @contextlib.asynccontextmanager
+    async def coming(self) -> AsyncIterator[None]:
+        """While one comes. TimeoutError after SMALL_SECONDS; with a place among those that may be
+        late, after SMALL_LATE_SECONDS more."""
+        loop = asyncio.get_running_loop()
+        has_place = False
+
+        def take_place() -> None:
+            nonlocal has_place
+            if self._late < SMALL_LATE_AT_ONCE:
+                self._late += 1
+                has_place = True
+                bound.reschedule(loop.time() + SMALL_LATE_SECONDS)
+
+        async with asyncio.timeout(SMALL_SECONDS) as bound:
+            asking = loop.call_later(SMALL_SECONDS / 2, take_place)
+            try:
+                yield
+            finally:
+                asking.cancel()
+                self._late -= has_place
+
+
 class Intake:
     """What each user's calls may take: their number, their first messages and large messages.
 
@@ -104,7 +133,7 @@ class Intake:
         )
         self.first = Share(FIRST_AT_ONCE)
         self.large = Share(BYTES_AT_ONCE)
-        self.small = Share(SMALL_AT_ONCE)
+        self.small = SmallMessages()
 
     def for_message(
         self, user: Hashable, size: int
