@@ -125,3 +125,28 @@ def test_nothing_is_kept_of_what_was_told_where_no_removal_follows(books: Books)
     (stored,) = books.say(books.end(0, follows=False))
     assert len(stored.token_ids) == TOKENS
     assert not books.kept
+
+
+def test_a_removed_block_that_another_engine_stores_is_told_with_its_tokens(books: Books) -> None:
+    books.begin(1)
+    books.say(books.end(1))
+    books.say(gone(1))
+    for _ in range(2):  # each time that another engine stores it
+        (stored,) = books.say(books.end(1))
+        assert stored.token_ids == REQUEST.all_token_ids[TOKENS : 2 * TOKENS]
+        assert stored.block_size == TOKENS
+        (removed,) = books.say(gone(1))
+        assert removed.block_hashes == stored.block_hashes
+
+
+def test_of_removed_blocks_the_last_ones_are_kept_and_none_after_a_reset(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd_client.integrations.vllm.event_payloads.MAX_GONE", 2)
+    for block in range(3):
+        books.begin(block)
+        books.say(books.end(block))
+        books.say(gone(block))
+    assert list(books.payloads._gone) == KEYS[1:]
+    books.payloads.reset()
+    assert not books.payloads._gone
