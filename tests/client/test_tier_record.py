@@ -186,6 +186,21 @@ def test_what_goes_before_it_is_said_once_more_is_not_said(
     assert said_of(hand) == []
 
 
+def test_of_much_news_a_step_takes_some_and_what_goes_before_an_announcement(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_record, "MAX_TAKEN", 2)
+    many = keys_of("many", 6)
+    hand.announce(*many)
+    hand.tell("REMOVED", HOST, *many)
+    assert said_of(hand) == [(HOST, True, key) for key in many[:2]]
+    earlier, fresh = hand.watch.take_and_announce([many[4]])
+    assert (earlier, fresh) == ([News(HOST, removed=True, keys=[many[4]])], [many[4]])
+    assert said_of(hand) == [(HOST, True, key) for key in many[2:4]]
+    assert said_of(hand) == [(HOST, True, many[5])]
+    assert said_of(hand) == []
+
+
 def test_a_new_snapshot_takes_back_what_it_does_not_name(hand: Hand) -> None:
     hand.watch.announce([ONE, TWO, THREE])
     hand.tell("STORED", DISK, ONE, TWO)

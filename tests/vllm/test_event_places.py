@@ -7,7 +7,7 @@ from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, make_offl
 
 from kvd_client.event_watch import EventWatch
 from kvd_client.integrations.vllm.events import KvEvents
-from kvd_client.tier_record import HOST, News, Residence
+from kvd_client.tier_record import HOST, News, NewsList, Residence
 
 ONE, TWO = (make_offload_key(bytes([n]) * 32, 1) for n in range(2))
 OURS = [key[:-4] + bytes(4) for key in (ONE, TWO)]  # vLLM's group 1 is kvd's group 0
@@ -52,6 +52,6 @@ def test_the_end_of_a_copy_is_told_before_the_next_copy_of_its_block(
     events: KvEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     news = [News(HOST, removed=True, keys=OURS[:1])]
-    monkeypatch.setattr(EventWatch, "_take", lambda _: [news.pop()] if news else [])
+    monkeypatch.setattr(NewsList, "take_of", lambda _, keys: [news.pop()] if keys else [])
     told = events.pass_on([OffloadingEvent([ONE], Medium.CPU, removed=False)])
     assert [(e.keys, e.removed) for e in told] == [([ONE], True), ([ONE], False)]

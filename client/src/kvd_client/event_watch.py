@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import chain, takewhile
 from typing import NamedTuple
@@ -133,10 +133,12 @@ class EventWatch:
         with self._lock:
             return self._announce(keys)
 
-    def take_and_announce(self, keys: Iterable[Key]) -> tuple[list[News], list[Key]]:
-        """Both at once: what goes after `take` is told behind what is announced."""
+    def take_and_announce(self, keys: Collection[Key]) -> tuple[list[News], list[Key]]:
+        """What came and went of these blocks, and then `announce`, at once: what goes after that is
+        told behind what is announced."""
         with self._lock:
-            return self._take(), self._announce(keys)
+            self._tell_overdue()
+            return self._news.take_of(keys), self._announce(keys)
 
     def _announce(self, keys: Iterable[Key]) -> list[Key]:
         fresh = []
@@ -180,19 +182,19 @@ class EventWatch:
             self._news.say_again(chain(announced, self._tiers.in_order()))
 
     def take(self) -> list[News]:
-        """What came and went since the last call, in its order."""
+        """What came and went since the last call, in its order; of much the rest comes later."""
         if not self._news and not self._doubtful:
             return []
         with self._lock:
-            return self._take() + self._news.take_again()
+            self._tell_overdue()
+            return self._news.take() + self._news.take_again()
 
-    def _take(self) -> list[News]:
+    def _tell_overdue(self) -> None:
         now = self._clock()
         overdue = [key for key, deadline in self._doubtful.items() if now >= deadline]
         for key in overdue:
             del self._doubtful[key]
             self._tell_gone(key)
-        return self._news.take()
 
     def close(self) -> None:
         """End the thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -14,6 +14,7 @@ MAX_EARLY = 1 << 16  # blocks in tiers that the engine has not announced, or not
 MAX_TOLD = 1 << 18  # blocks in tiers; beyond it the oldest are said to be removed
 
 MAX_NEWS = 1 << 19  # not taken yet, until what came and went meanwhile is left out of it
+MAX_TAKEN = 1024  # of what is new, with one call
 MAX_AGAIN = 256  # said once more with one call
 
 Key = bytes
@@ -86,9 +87,27 @@ class NewsList:
         return True
 
     def take(self) -> list[News]:
-        """All that is new; what follows each other of one kind is one piece of news."""
-        news, self._news, self._most = self._news, [], MAX_NEWS
+        """The next of what is new, in its order: some, for a step waits for it.
+
+        What follows each other of one kind is one piece of news.
+        """
+        news = self._news[:MAX_TAKEN]
+        del self._news[:MAX_TAKEN]
+        self._bound_anew()
         return self._gathered(news)
+
+    def take_of(self, keys: Collection[Key]) -> list[News]:
+        """All that is new of these blocks, in its order."""
+        wanted = frozenset(keys) if self._news else frozenset()
+        news = [each for each in self._news if each[2] in wanted]
+        if news:
+            self._news = [each for each in self._news if each[2] not in wanted]
+            self._bound_anew()
+        return self._gathered(news)
+
+    def _bound_anew(self) -> None:
+        if not self._news:
+            self._most = MAX_NEWS
 
     def take_again(self) -> list[News]:
         """The next of what is said once more: a few, for a step waits for it."""
@@ -106,6 +125,7 @@ class NewsList:
     def clear(self) -> None:
         self._news.clear()
         self._again.clear()
+        self._bound_anew()
 
 
 class TierRecord:

@@ -6,7 +6,7 @@ room, and writes to its tiers; its event stream tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -90,7 +90,7 @@ class KvEvents:
             removal_expected=not news.removed,
         )
 
-    def _in_vllms_numbers(self, keys: Iterable[Key]) -> list[OffloadKey]:
+    def _in_vllms_numbers(self, keys: Collection[Key]) -> list[OffloadKey]:
         return [cast(OffloadKey, key) for key in _renumbered(keys, self._theirs)]
 
     def say_again(self) -> None:
@@ -106,7 +106,7 @@ class KvEvents:
         self._watch.close()
 
 
-def _renumbered(keys: Iterable[Key], numbers: dict[bytes, bytes] | None) -> Iterable[Key]:
+def _renumbered(keys: Collection[Key], numbers: dict[bytes, bytes] | None) -> Collection[Key]:
     """The keys with the other side's group numbers."""
     if numbers is None:
         return keys
