@@ -18,7 +18,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action
 from kvd.core.events import JobKind, JobStatus
-from kvd.core.keys import KeyBatch, MoverId, SessionId
+from kvd.core.keys import KeyBatch, MoverId, SessionId, TierId
 from kvd.core.model.slots import SlotState
 from kvd_proto.page import PageReader
 
@@ -35,6 +35,7 @@ class Copying:
     slots: tuple[int, ...]
     mover: MoverId | None
     jobs: tuple[tuple[int, int], ...] = ()
+    tier: TierId | None = None
 
 
 @dataclass
@@ -111,6 +112,9 @@ class Ledger:
             case ev.MoverGone():
                 for name in [n for n, c in self.copies.items() if c.mover == event.mover]:
                     self.failed.update(self.copies[name].jobs)
+                    self._end_copy(name)
+            case ev.TierGone():  # the end of what it did not take may be told later
+                for name in [n for n, c in self.copies.items() if c.tier == event.tier]:
                     self._end_copy(name)
             case ev.RankAttached():
                 self.sessions[event.mover] = int(event.session)
@@ -309,14 +313,14 @@ class Ledger:
     def _write_to_tier(self, order: act.WriteToTier) -> None:
         for slot in order.slots.tolist():
             self._check_copy(slot, False)
-        copying = Copying(False, tuple(order.slots.tolist()), None)
+        copying = Copying(False, tuple(order.slots.tolist()), None, tier=order.tier)
         self._begin_copy(("tier", order.copy), copying)
 
     def _read_from_tier(self, order: act.ReadFromTier) -> None:
         for slot in order.slots.tolist():
             self._check_copy(slot, True)
             assert not self.writing[slot], f"two copies write to slot {slot}"
-        copying = Copying(True, tuple(order.slots.tolist()), None)
+        copying = Copying(True, tuple(order.slots.tolist()), None, tier=order.tier)
         self._begin_copy(("tier", order.copy), copying)
 
     def _begin_copy(self, name: tuple[str, int], copying: Copying) -> None:
