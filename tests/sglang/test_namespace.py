@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.environ import Envs, envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.runtime_context import (
     ParallelContext,
@@ -38,13 +39,16 @@ GIVEN = {
     "enable_decoder_swa_bounded_replay": True,
     "enable_precise_embedding_interpolation": True,
     "enable_quant_communications": True,
+    "enable_tf32_matmul": True,
     "enable_w4a4_mxfp4_megamoe": True,
     "flashinfer_a2a_dispatch_type": "nvfp4",
     "flashinfer_mxfp4_moe_precision": "fp8",
+    "fp4_gemm_runner_backend": "marlin",
     "forward_hooks": [{"hook_factory": "hooks:scale"}],
     "kt_method": "AMXINT8",
     "kv_cache_dtype": "fp8_e5m2",
     "modelopt_quant": "fp8",
+    "moe_runner_backend": "marlin",
     "prefill_kv_cache_dequant_dtype": "fp8",
     "rl_quant_profile": "profile.pt",
     "speculative_draft_kv_cache_dtype": "fp8_e5m2",
@@ -103,6 +107,34 @@ def test_engines_that_compute_or_keep_pages_otherwise_share_none(
     assert not namespace_of().unshared
     assert namespace_of() == namespace_of()
     assert namespace_of() != namespace_of(**{argument: GIVEN[argument]})
+
+
+def test_variables_that_are_looked_at_are_sglangs() -> None:
+    assert set(namespace.SHAPING_VARIABLES) <= set(vars(Envs))
+
+
+@pytest.mark.parametrize("variable", namespace.SHAPING_VARIABLES)
+def test_engines_whose_environment_says_otherwise_share_none(
+    namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    before = namespace_of()
+    monkeypatch.setenv(variable, "")  # SGLang takes it for one that is not set
+    assert namespace_of() == before
+    monkeypatch.setenv(variable, "1")
+    assert namespace_of() != before
+
+
+def test_engines_whose_device_tables_have_tokens_and_heads_in_another_order_share_none(
+    namespace_of: NamespaceOf,
+) -> None:
+    """The host pool takes whole pages as they lie on the device: of the same size, permuted."""
+    made = []
+    for by_heads in (False, True):
+        with envs.SGLANG_USE_HND_KVCACHE.override(by_heads):
+            made.append(namespace_of(pool=HostPool("kv", host_pool(mha_device_pool()))))
+    assert made[0].groups == made[1].groups
+    assert made[0] != made[1]
 
 
 @pytest.mark.parametrize("argument", namespace.WEIGHTS_ARGUMENTS)

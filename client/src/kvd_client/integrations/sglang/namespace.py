@@ -57,10 +57,12 @@ SHAPING_ARGUMENTS = (
     "enable_encoder_swa_bounded_replay",
     "enable_precise_embedding_interpolation",
     "enable_quant_communications",
+    "enable_tf32_matmul",
     "enable_w4a4_mxfp4_megamoe",
     "flashinfer_a2a_dispatch_type",
     "flashinfer_mxfp4_moe_precision",
     "forward_hooks",
+    "fp4_gemm_runner_backend",
     "json_model_override_args",
     "kt_max_deferred_experts_per_token",
     "kt_method",
@@ -69,6 +71,7 @@ SHAPING_ARGUMENTS = (
     "model_config_parser",
     "model_impl",
     "modelopt_quant",
+    "moe_runner_backend",
     "prefill_attention_backend",
     "prefill_kv_cache_dequant_dtype",
     "quantization",
@@ -84,7 +87,44 @@ SHAPING_ARGUMENTS = (
     "speculative_enable_w4a4_mxfp4_megamoe",
 )
 
-# And of those that name weights beside the model's and the drafter's.
+# And of the variables of its environment.
+SHAPING_VARIABLES = (
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT",
+    "FLASHINFER_NVFP4_4OVER6",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
+    "SGLANG_AMD_FLYDSL_MEGA_QUANT",
+    "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_ENABLE_DP_GATHER_FP8",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE",
+    "SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16",
+    "SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE",
+    "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION",
+    "SGLANG_FORCE_FP8_MARLIN",
+    "SGLANG_FORCE_MXFP8_BLOCK_CONVERT_DENSE",
+    "SGLANG_FP4_IGNORED_LAYERS",
+    "SGLANG_FP8_IGNORED_LAYERS",
+    "SGLANG_GLM_NEXTN_MOE_PTPC",
+    "SGLANG_HUMMING_INPUT_QUANT_CONFIG",
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG",
+    "SGLANG_HUMMING_USE_F16_ACCUM",
+    "SGLANG_INT4_WEIGHT",
+    "SGLANG_MOE_NVFP4_DISPATCH",
+    "SGLANG_MORI_COMBINE_DTYPE",
+    "SGLANG_MORI_DISPATCH_DTYPE",
+    "SGLANG_NPU_ARCH35_REQUANT_BLOCK_FP8",
+    "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN",
+    "SGLANG_NVFP4_CKPT_FP8_NEXTN_MOE",
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16",
+    "SGLANG_QUANT_ALLOW_DOWNCASTING",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_TRITON_FP8_PREFILL_ATTN",
+    "SGLANG_USE_AITER_FP8_PER_TOKEN",
+)
+
+# And of the arguments that name weights beside the model's and the drafter's.
 WEIGHTS_ARGUMENTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path")
 
 # And of those that tell one start from another, alike on all of its ranks on this machine.
@@ -319,6 +359,7 @@ def _doubts(arguments: Any, options: HiCacheOptions) -> Iterator[str]:
 
 def _shaping(arguments: Any) -> dict[str, str]:
     picked = {name: getattr(arguments, name, None) for name in SHAPING_ARGUMENTS}
+    picked |= {name: os.environ.get(name) or None for name in SHAPING_VARIABLES}  # empty: not set
     return {name: _told(value) for name, value in picked.items() if value is not None}
 
 

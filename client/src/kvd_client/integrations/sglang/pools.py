@@ -97,6 +97,7 @@ class HostPool:
             [extent.bytes for extent in self.extents],
             str(getattr(pool, "storage_format_tag", None)),
             _dtypes(pool),
+            _device_layouts(pool),
         ]
 
     def pages(self, host_indices: torch.Tensor | None, count: int) -> npt.NDArray[np.uint32] | None:
@@ -118,6 +119,13 @@ def _dtypes(pool: Any) -> list[str]:
     named = {name: each for name, each in vars(pool).items() if isinstance(each, torch.dtype)}
     beside = [table.dtype for table in getattr(pool, "slot_state_buffers", None) or ()]
     return [f"{name} {named[name]}" for name in sorted(named)] + [str(each) for each in beside]
+
+
+def _device_layouts(pool: Any) -> list[str]:
+    """In which order the device tables hold tokens and heads (NHD, HND, ...): the host pool takes
+    whole pages of them as they are."""
+    tables = [getattr(each, "buffers", None) for each in getattr(pool, "_buffer_infos", None) or ()]
+    return [str(getattr(each, "layout", None)) for each in tables]
 
 
 def holds_bytes(pool: Any) -> bool:
