@@ -75,6 +75,7 @@ def namespace_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamespaceOf
         pool: HostPool | None = None,
         *,
         begun_s: float | None = None,
+        served_as: str = "a-model",
         **given: Any,
     ) -> NamespaceFields:
         pool = pool or HostPool("kv", host_pool(device_pool))  # an engine that has just begun
@@ -84,7 +85,8 @@ def namespace_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamespaceOf
             **{"model_path": model, "revision": None, "model_loader_extra_config": "{}"} | given
         )
         monkeypatch.setattr(namespace, "server_arguments", lambda: arguments)
-        return namespace.build_namespace(storage_config({}), [pool], options, is_replicated=False)
+        place = storage_config({}, model_name=served_as)
+        return namespace.build_namespace(place, [pool], options, is_replicated=False)
 
     return make
 
@@ -107,6 +109,14 @@ def test_engines_that_compute_or_keep_pages_otherwise_share_none(
     assert not namespace_of().unshared
     assert namespace_of() == namespace_of()
     assert namespace_of() != namespace_of(**{argument: GIVEN[argument]})
+
+
+def test_the_name_that_a_model_is_served_under_keeps_nobody_apart(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    assert namespace_of(served_as="assistant") == namespace_of()
+    other = weights(tmp_path / "other", b"another's")
+    assert namespace_of(model_path=other).model == "other"
 
 
 def test_variables_that_are_looked_at_are_sglangs() -> None:

@@ -190,7 +190,8 @@ def build_namespace(
     if is_unshared and is_replicated:
         # The daemon's own way holds for one session alone, and all ranks shall find the one copy.
         weights, is_unshared = f"of the start {launch_id()} alone", False
-    model = storage_config.model_name or getattr(arguments, "model_path", "") or "model"
+    # The name that SGLang gives is the one that it serves the model under, as its user likes.
+    model = getattr(arguments, "model_path", "") or storage_config.model_name or "model"
     page_tokens = pools[0].page_tokens
     return NamespaceFields(
         tenant=options.tenant,
