@@ -514,6 +514,19 @@ def test_who_finds_nothing_is_told_why(daemon: DaemonProcess) -> None:
     memory.close()
 
 
+def test_a_close_that_the_daemon_does_not_answer_says_so_in_one_line(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory(daemon.socket)
+    daemon.freeze()
+    memory.batches._worker.unregister(0.1)
+    daemon.thaw()
+    memory.close()
+    [said] = [line for line in caplog.messages if "unregistering failed" in line]
+    assert "\n" not in said
+    assert "DEADLINE_EXCEEDED" in said
+
+
 def test_what_can_not_be_said_of_blocks_is_refused_and_not_taken_for_others(
     memory: Memory,
 ) -> None:

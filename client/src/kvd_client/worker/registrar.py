@@ -181,7 +181,8 @@ class Registrar:
             stub.UnregisterRank(request, timeout=timeout_s, metadata=self._metadata)
             registration.is_dead = True
         except grpc.RpcError as error:
-            log.warning("kvd: unregistering failed, waiting for the mover's end: %s", error)
+            problem = problem_of(error, self._socket_path)
+            log.warning("kvd: unregistering failed, waiting for the mover's end: %s", problem)
 
     # -- the thread -------------------------------------------------------------------------
 
