@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.arg_groups.lora_hook import check_lora_server_args
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.environ import Envs, envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.runtime_context import (
@@ -260,6 +262,32 @@ def test_an_engine_whose_weights_were_updated_has_no_name_for_them(
         context.override(source, weight_version="2")
         assert namespace_of(pool=pool).unshared
         assert not namespace_of(NAMED_WEIGHTS, pool=pool).unshared
+
+
+def test_adapters_that_are_only_named_by_their_paths_are_not_shared_without_a_name() -> None:
+    """SGLang turns LoRA on for them, and leaves the argument itself as it was given: not at all."""
+    pool = HostPool("kv", host_pool(mha_device_pool()))
+    with use_context(RuntimeContext(parallel=ParallelContext())):
+        given = ServerArgs(model_path="dummy", device="cpu", lora_paths=["a=/adapters/a"])
+        check_lora_server_args(given)
+        publish(given, role="scheduler")
+        assert given.enable_lora is None
+        for lora_id, unshared in (("", True), ("a of May", False)):
+            named = HiCacheOptions(weights_id="v7", lora_id=lora_id)
+            made = namespace.build_namespace(storage_config({}), [pool], named, is_replicated=False)
+            assert made.unshared is unshared
+
+
+def test_engines_that_were_given_no_seed_have_the_ones_that_sglang_drew() -> None:
+    """Which tell their clears apart where nothing else does."""
+    made = set()
+    for seed in (1, 2):
+        with use_context(RuntimeContext(parallel=ParallelContext())):
+            given = ServerArgs(model_path="dummy", device="cpu")
+            declare_resolution(given, "_handle_missing_default_values", random_seed=seed)
+            publish(given, role="scheduler")
+            made.add(namespace.launch_id())
+    assert len(made) == 2
 
 
 def test_notes_of_updates_are_sglangs() -> None:

@@ -257,11 +257,15 @@ def _start_ticks(pid: int) -> str:
 
 
 def server_arguments() -> Any:
-    """SGLang's arguments, as they were given; nothing where this process has none."""
+    """SGLang's arguments, with what it has decided where none was given; nothing where this
+    process has none."""
     try:
+        from sglang.srt.arg_groups.model_override_base import (  # noqa: PLC0415 - of this release
+            resolved_view,
+        )
         from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415 - of this release
 
-        return get_server_args()
+        return resolved_view(get_server_args())
     except (ImportError, ValueError, RuntimeError, AttributeError):
         return None
 
