@@ -21,6 +21,7 @@ import obstore
 
 from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.store import S3Store
+from kvd.tiers.sealing import record_bytes
 from kvd.tiers.store import (
     OptionValue,
     Outcome,
@@ -309,6 +310,26 @@ def test_a_question_does_not_wait_for_all_names_that_a_delete_goes_through(
         deleting.join(20)
         assert not deleting.is_alive()
         assert done[:7] == ["remove", "remove", "ask", *["remove"] * 4]
+
+
+def test_an_object_whose_record_tells_other_lengths_than_it_has_is_removed(
+    store: S3Store, server: S3Server
+) -> None:
+    keep(store, [1])
+    name = name_of(store, 1)
+    whole = bytearray(obstore.get(server.objects(), name).bytes())
+    whole[record_bytes(1) - 8] ^= 8
+    obstore.put(server.objects(), name, bytes(whole), use_multipart=False)
+    assert read(store, key(1)) == (FAILED, bytes(BLOCK_BYTES))
+    assert not has(store, 1), "each lookup would find it, and each read would not"
+
+
+def test_nothing_is_left_of_a_block_of_other_parts_that_is_as_long(store: S3Store) -> None:
+    parts = (content(1), content(2) * 2)
+    assert store.write([source(key(1), *parts)], soon()) == [DONE]
+    sizes = [len(part) for part in parts]
+    assert read(store, key(1), *sizes[::-1]) == (MISSING, bytes(sum(sizes)))
+    assert read(store, key(1), *sizes) == (DONE, b"".join(parts))
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])

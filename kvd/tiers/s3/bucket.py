@@ -45,6 +45,7 @@ from kvd.tiers.sealing import (
     record_bytes,
     record_in,
     sound_record_of,
+    wipe,
 )
 from kvd.tiers.store import (
     NAMESPACE_BYTES,
@@ -192,7 +193,10 @@ class Bucket:
         except FileNotFoundError:
             return Outcome.MISSING
         if not has_lengths_of(bytes(record), block):
-            return Outcome.MISSING if lengths_in(bytes(record)) else Outcome.FAILED
+            wipe(block)  # what came is of other parts, or of none
+            lengths = lengths_in(bytes(record))
+            is_whole = lengths is not None and size + sum(lengths) == total
+            return Outcome.MISSING if is_whole else Outcome.FAILED
         return Outcome.DONE if proves(bytes(record), block) else Outcome.FAILED
 
     def _is_whole(self, name: str, size: int) -> bool:
