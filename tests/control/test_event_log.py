@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -124,7 +125,11 @@ class Watched:
     @contextlib.asynccontextmanager
     async def watch(self, **request: Any) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
         """What waits for the call's next message."""
-        context: Any = SimpleNamespace(write=self._told.put)
+        context: Any = SimpleNamespace(
+            write=self._told.put,
+            send_initial_metadata=AsyncMock(),
+            add_done_callback=lambda _then: None,
+        )
         message = events_pb2.WatchEventsRequest(incarnation=INCARNATION, **request)
         watching = asyncio.ensure_future(self._servicer.WatchEvents(message, context))
         yield lambda: asyncio.wait_for(self._told.get(), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 from kvd.control import convert
 from kvd.control.access.peers import Context, Peers
@@ -64,8 +65,14 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             watching.cancel()
 
         self._watchers.take(peer.uid, operates=self._namespaces.operates(peer))
+        # Not before: a message that the caller does not take stays in gRPC, whoever gave it up.
+        call: Any = context  # the stubs say that a callback is no function
+        call.add_done_callback(lambda _: self._watchers.give_back(peer.uid))
         peer.on_end(gone)
         try:
+            # By itself: a first message that is given up takes its metadata with it, and then the
+            # call's status can't be sent.
+            await context.send_initial_metadata(())
             async with contextlib.aclosing(log.watch(after, wanted, peer.uid)) as deliveries:
                 async for delivery in deliveries:
                     reached = delivery.sequence
@@ -78,7 +85,6 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             ) from None
         finally:
             peer.forget(gone)
-            self._watchers.give_back(peer.uid)
 
 
 async def _deliver(context: Context, delivery: Delivery, incarnation: bytes, previous: int) -> None:

@@ -1,0 +1,95 @@
+"""Watchers of events that take nothing: each is told why it was ended, and counts until then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvd.control.access.peers import Credentials, Peer, Role
+from kvd.control.access.tenants import TenantPolicy
+from kvd.control.namespaces import Namespaces
+from kvd.control.rpc import CallInterceptor
+from kvd.control.services import events
+from kvd.core.keys import KeyBatch, NamespaceId, TenantId
+from kvd.runtime.event_log import Change, ChangeKind, EventLog
+from kvd.runtime.turns import FairQueue
+from kvd_proto.v1 import events_pb2, events_pb2_grpc
+
+USER = 7
+KEYS = 16384  # of one change: more bytes than gRPC sends, or keeps, for who reads nothing
+# What HTTP/2 holds for a client that doesn't read: as little as may be, and no more later.
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
+REQUEST = events_pb2.WatchEventsRequest()
+
+
+class Observer:
+    """Knows how calls have ended."""
+
+    def __init__(self) -> None:
+        self.ends: asyncio.Queue[str] = asyncio.Queue()
+
+    def call_ended(self, _method: str, code: str, _seconds: float) -> None:
+        self.ends.put_nowait(code)
+
+    def refused(self, _reason: str) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def watched(path: Path, observer: Any) -> AsyncIterator[events_pb2_grpc.EventServiceStub]:
+    """Calls of a server whose snapshot is one large change."""
+    keys = KeyBatch(np.ones((KEYS, 4), dtype=np.uint64), 32)
+    change = Change(ChangeKind.STORED, TenantId("default"), NamespaceId(1), "", "", 0, keys)
+    driver: Any = SimpleNamespace(
+        event_log=EventLog(b"a" * 16, lambda _: iter([(change,)]), FairQueue()),
+        machine=SimpleNamespace(knows=lambda _: True),
+        pool=SimpleNamespace(namespace_fields=lambda _: {"tenant": "default"}),
+    )
+    peer = Peer(Credentials(USER, USER, 0, None), Role.TOOL, "test", lambda *_: None)
+    peers: Any = SimpleNamespace(behind=lambda _: peer)
+    calls = CallInterceptor(observer, lambda _: None, FairQueue(), lambda _: USER, lambda _: False)
+    server = grpc.aio.server(interceptors=[calls])
+    servicer = events.EventServicer(driver, Namespaces(driver, TenantPolicy(root=False)), peers)
+    events_pb2_grpc.add_EventServiceServicer_to_server(servicer, server)
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"unix:{path}", SMALL_WINDOW) as channel:
+            yield events_pb2_grpc.EventServiceStub(channel)
+    finally:
+        await server.stop(None)
+
+
+async def end_of(call: Any) -> tuple[str, str]:
+    """Why a call ends, once all that came before was read; its code's name."""
+    try:
+        while await asyncio.wait_for(call.read(), 10):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return str(error.details()), error.code().name
+    raise AssertionError("it ended without an error")
+
+
+async def test_a_watcher_that_takes_no_message_is_told_so_and_counts_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "WRITE_SECONDS", 0.05)
+    monkeypatch.setattr(events, "MAX_WATCHERS_OF_A_USER", 1)
+    observer = Observer()
+    async with watched(tmp_path / "sock", observer) as stub:
+        slow = stub.WatchEvents(REQUEST)
+        assert await asyncio.wait_for(observer.ends.get(), 10) == "DEADLINE_EXCEEDED"
+        said, code = await end_of(stub.WatchEvents(REQUEST))
+        assert code == "RESOURCE_EXHAUSTED"
+        assert "1 event watchers" in said, "what gRPC holds for the first counts"
+        said, code = await end_of(slow)
+        assert (code, said) == ("DEADLINE_EXCEEDED", "the watcher took no message for 0.05 s")
+        next_one = stub.WatchEvents(REQUEST)
+        assert (await asyncio.wait_for(next_one.read(), 10)).snapshot
