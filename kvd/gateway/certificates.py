@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,15 @@ log = logging.getLogger(__name__)
 
 COMMON_NAME = "x509_common_name"  # as gRPC names them in a call's auth context
 ALTERNATIVE_NAME = "x509_subject_alternative_name"
+PEM = "x509_pem_cert"
+# How a certificate may write a name: these tags before it, with its length, and then this code.
+_WAYS_TO_WRITE = (
+    (rb"[\x0c\x13\x14\x16\x81\x82\x86]", "utf-8"),
+    (rb"\x14", "latin-1"),
+    (rb"\x1e", "utf-16-be"),
+    (rb"\x1c", "utf-32-be"),
+)
+_LENGTH = rb"(?:[\x00-\x7f]|\x81.|\x82..)"
 
 
 class CertificateError(Exception):
@@ -157,11 +167,32 @@ def _configuration(contents: CertificateContents) -> grpc.ServerCertificateConfi
 
 
 def names_of(auth_context: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
-    """The names in the caller's certificate, its common name first; gRPC has verified it."""
+    """The names in the caller's certificate, its common name first; gRPC has verified it.
+
+    Without those that have a NUL: gRPC ends them there, and what is left is another's name.
+    """
+    written = b"".join(_der_of(pem) for pem in auth_context.get(PEM, ()))
     found = [
         raw.decode("utf-8", "backslashreplace")
         for key in (COMMON_NAME, ALTERNATIVE_NAME)
         for raw in auth_context.get(key, ())
-        if raw  # gRPC names a common name that is not there
+        if raw and not _goes_on(raw, written)  # gRPC names a common name that is not there
     ]
     return tuple(dict.fromkeys(found))
+
+
+def _der_of(pem: bytes) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
+
+
+def _goes_on(name: bytes, der: bytes) -> bool:
+    """Whether a name of this certificate begins with this one and a NUL."""
+    for tags, code in _WAYS_TO_WRITE:
+        try:
+            begins = (name.decode("utf-8") + "\0").encode(code)
+        except UnicodeError:  # not to be written so
+            continue
+        # The first look is quick, and there may be hundreds of names.
+        if begins in der and re.search(tags + _LENGTH + re.escape(begins), der, re.DOTALL):
+            return True
+    return False

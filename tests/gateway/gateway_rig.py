@@ -44,7 +44,8 @@ class Authority:
     def vouch(self, name: str, *hosts: str, not_after: datetime | None = None) -> Identity:
         """A certificate whose common name is `name`, or with none, for these hosts."""
         made = self._ca.issue_cert(*hosts, common_name=name or None, not_after=not_after)
-        identity = Identity(self._directory / f"{name}.crt", self._directory / f"{name}.key")
+        stem = name.replace("\0", "-")
+        identity = Identity(self._directory / f"{stem}.crt", self._directory / f"{stem}.key")
         identity.certificate.write_bytes(b"".join(p.bytes() for p in made.cert_chain_pems))
         identity.key.write_bytes(made.private_key_pem.bytes())
         return identity
