@@ -25,6 +25,7 @@ SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
 SO_PASSRIGHTS = 83  # since Linux 6.16
 
 _F_GET_SEALS = 1034  # linux/fcntl.h
+_F_SEAL_FUTURE_WRITE = 0x0010
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000
 _STATX_TYPE = 1  # linux/stat.h
 _STATX_BYTES, _STATX_MODE_AT, _STATX_MODE = 256, 28, struct.Struct("=H")
@@ -106,6 +107,11 @@ def lies_in_memory(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_sealed_against_writes(fd: int) -> bool:
+    """Whether nobody can map it to write there. OSError unless it `lies_in_memory`."""
+    return bool(fcntl.fcntl(fd, _F_GET_SEALS) & (fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE))
 
 
 def unread_bytes(fd: int) -> int:

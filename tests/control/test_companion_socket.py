@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import struct
@@ -25,6 +26,7 @@ from tests.control.daemon_rig import (
 )
 from tests.waiting import wait_until
 
+F_SEAL_FUTURE_WRITE = 0x0010  # Python 3.11 has no name for it
 PROMPT_S = 10.0  # of a machine that is busy with others
 
 
@@ -148,6 +150,22 @@ def test_only_writable_shared_memory_is_accepted(running: RunningDaemon, tmp_pat
     companion.close()
     for fd in (good, empty, read_only, disk, reading, writing):
         os.close(fd)
+
+
+@pytest.mark.parametrize("seal", [fcntl.F_SEAL_WRITE, F_SEAL_FUTURE_WRITE])
+def test_memory_that_is_sealed_against_writes_is_refused_as_it_is_offered(
+    running: RunningDaemon, seal: int
+) -> None:
+    companion = CompanionSocket(running.socket, 5.0)
+    companion.hello(companion_pb2.PEER_ROLE_WORKER, "test")
+    with os.fdopen(os.memfd_create("kvd-test", os.MFD_ALLOW_SEALING), "wb") as file:
+        file.truncate(8192)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        companion.offer_memory(1, file.fileno())  # these do no harm
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seal)
+        with pytest.raises(CompanionRefused, match="sealed against writes"):
+            companion.offer_memory(2, file.fileno())
+    companion.close()
 
 
 def test_an_offer_without_its_descriptor_is_refused(raw: socket.socket) -> None:

@@ -21,7 +21,7 @@ from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
 from kvd.core.shares import Shares
-from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory, type_of
+from kvd.linux.calls import SO_PEERPIDFD, is_sealed_against_writes, lies_in_memory, type_of
 from kvd_proto.v1 import companion_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -136,6 +136,11 @@ def accept_memory(fd: int) -> Memory:
         raise InvalidArgument("the offered descriptor is not open for reading and writing")
     if not lies_in_memory(fd):
         raise InvalidArgument("the offered file is not in shared memory (tmpfs or hugetlbfs)")
+    if is_sealed_against_writes(fd):
+        raise InvalidArgument(
+            "the offered memory is sealed against writes (F_SEAL_WRITE, F_SEAL_FUTURE_WRITE or"
+            " F_SEAL_EXEC), and loads write there: offer it without that seal"
+        )
     size = os.fstat(fd).st_size
     if size == 0:
         raise InvalidArgument("the offered file is empty")
