@@ -22,6 +22,8 @@ MAX_BYTES_UNREAD = 64 << 20  # a process that lets this much lie hangs, and is e
 STOP_S = 3.0
 # Why a process ended that control had no more need of.
 KILLED, STOPPED = "killed by control", "stopped"
+# What a frame that says the impossible raises where it is read or taken up.
+NONSENSE = (BadFrame, TypeError, ValueError, IndexError, RecursionError, struct.error)
 _LAST_WORDS_S = 1.0  # for what a dead process wrote to be read
 _READ_BYTES = 1 << 18
 
@@ -73,7 +75,7 @@ class Channel(asyncio.Protocol):
         try:
             for kind, body in self._reader.feed(data):
                 self._owner.hear(kind, body)
-        except (BadFrame, TypeError, ValueError, RecursionError, struct.error) as error:
+        except NONSENSE as error:
             self._owner.end_because(f"wrote nonsense: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:

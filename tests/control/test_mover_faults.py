@@ -27,7 +27,7 @@ from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.linux.signals import IGNORED, STOPPING
 from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
-from kvd.mover.frames import FrameKind
+from kvd.mover.frames import Finished, FrameKind, pack_finished
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartError, Region
 from kvd.processes import parent
@@ -438,3 +438,19 @@ def _anonymous(pid: int) -> int:
     status = proc_text(pid, "status")
     line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) << 10
+
+
+@on_loop
+async def test_a_mover_that_names_a_block_which_its_copy_has_not_is_ended_for_nonsense(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig() as r:
+        mover = await r.start()
+        slots = np.arange(2)
+        # As the fleet looks it up.
+        monkeypatch.setattr(r.sink, "transfer_finished", lambda _, said: slots[said.damaged])
+        wrong = Finished(TransferId(1), FAILED, damaged=np.array([2], np.uint64))
+        said = frame(FrameKind.FINISHED, pack_finished(wrong))
+        parent.Channel(mover).data_received(said)
+        await r.sink.until(lambda: r.sink.gone)
+        assert "wrote nonsense: index 2 is out of bounds" in r.sink.gone[0][1]
