@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ import grpc
 import pytest
 
 from kvd.gateway import server
-from kvd.gateway.certificates import COMMON_NAME, PEM, CertificateFiles, Renewal, names_of
+from kvd.gateway.certificates import CertificateFiles, Renewal
 from kvd.gateway.server import (
     HANDSHAKE_SECONDS,
     IDLE_SECONDS,
@@ -160,29 +159,6 @@ def test_what_stands_before_a_nul_of_a_longer_name_is_nobodys(
         error = refusal(stub.Clear, pb.ClearRequest())
         assert error.code is Code.PERMISSION_DENIED
         assert "a certificate without a name is no operator" in error.said
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        b"\x0c\x0aalice\0evil",
-        b"\x82\x0aalice\0evil",
-        b"\x82\x81\x8aalice\0" + b"x" * 132,
-        b"\x1e\x14" + "alice\0evil".encode("utf-16-be"),
-        b"\x1c\x28" + "alice\0evil".encode("utf-32-be"),
-    ],
-)
-def test_a_name_that_goes_on_behind_a_nul_is_known_however_it_is_written(written: bytes) -> None:
-    def names(der: bytes) -> tuple[str, ...]:
-        pem = ssl.DER_cert_to_PEM_cert(der).encode()
-        return names_of({COMMON_NAME: [b"alice"], PEM: [pem]})
-
-    assert names(written + b"\x30\x00") == ()
-    assert names(b"\x0c\x05alice\x30\x00") == ("alice",)
-
-
-def test_a_certificate_without_any_name_is_told_so() -> None:
-    assert names_of({COMMON_NAME: [b""]}) == ()
 
 
 def test_the_daemons_refusal_comes_back_with_its_reason(
