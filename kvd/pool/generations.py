@@ -9,7 +9,8 @@ stands here, by the name that tiers know the namespace by.
 - Stores that nodes share keep the names, or nodes would find nothing of one another's any more.
   There a clear is *unsettled* until they have deleted what they hold, each of them: a record has
   two bits for each such store, of its tier's name and of where it is. A store that is not in the
-  file now is asked when it is again, under one of the two.
+  file now is asked when it is again, under one of the two. Other stores may have the same bit, so
+  all are asked once more when the first record tells of other stores than there are.
 
 Each record stands there twice, with one seal for both: nothing else knows what was cleared. The
 second copy is written first, then the seal, then the first copy. So whatever was altered, or left
@@ -110,14 +111,27 @@ class Generations(MappedTable):
         own = 0 if row is None else self._generation(row)
         return self.of_all, own
 
-    def begin(self, present: int) -> None:
-        """Stores with these bits are asked; what an earlier release left unsettled is theirs."""
+    def begin(self, present: int, stores: bytes) -> None:
+        """Stores with these bits are asked; `stores`, 16 bytes, are the same for the same ones.
+
+        What an earlier release left unsettled is theirs. So is what stores have yet to delete that
+        are not here, where these are others than last time: one of them may be such a store under
+        another name, whose bit for its place another store with the same bit has settled.
+        """
         self._present = present
+        if not present:
+            return
         words = self._records[:, _UNSETTLED]
-        old = np.flatnonzero(words & np.uint64(_OF_ANY))
-        if present and old.size:
+        them = np.frombuffer(stores, dtype=np.uint64)
+        theirs = _OF_ANY
+        if (self._records[_ALL, :_GENERATION] != them).any():
+            theirs |= ~present & _ALL_BITS
+        old = np.flatnonzero(words & np.uint64(theirs))
+        if old.size:
             self._records[old, _UNSETTLED] = words[old] & ~np.uint64(_OF_ANY) | np.uint64(present)
             self._write(old)
+        self._records[_ALL, :_GENERATION] = them  # behind that: a start that is cut short does both
+        self._write(np.array([_ALL]))
 
     def clear(self, name: bytes, *, unsettled: int) -> bytes:
         """What stores hold of this namespace has another name than what they get from now on.

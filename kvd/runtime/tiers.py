@@ -143,7 +143,7 @@ class Tiers:
             config = TierConfig(tier, rule.store, rule.options, files, summed, rule.name)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
         generations = self._pool.generations
-        generations.begin(self._shared_bits)
+        generations.begin(self._shared_bits, self._shared_stores)
         for name, bits in generations.unsettled():
             self._unsettle(name, bits)
 
@@ -189,6 +189,13 @@ class Tiers:
     def _shared_bits(self) -> int:
         """Of the stores that nodes share, which have to delete what is cleared."""
         return functools.reduce(or_, map(self._bits, self._shared), 0)
+
+    @property
+    def _shared_stores(self) -> bytes:
+        """Which these are."""
+        rules = [self._rules[tier] for tier in self._shared]
+        which = sorted((rule.name, _place_of(rule)) for rule in rules)
+        return hashlib.blake2b(repr(which).encode(), digest_size=NAME_BYTES).digest()
 
     @property
     def _shared(self) -> list[TierId]:

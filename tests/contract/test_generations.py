@@ -16,6 +16,7 @@ def named(number: int) -> bytes:
 
 ONE, TWO, THREE = map(named, (1, 2, 3))
 HERE, THERE = bits_of("here", "a store"), bits_of("there", "another")
+STORES = named(17)
 
 
 def test_a_clear_is_known_to_the_next_owner(tmp_path: Path) -> None:
@@ -84,13 +85,13 @@ def test_where_no_record_is_left_what_is_not_deleted_stays_known(tmp_path: Path)
 
 def test_each_store_settles_for_itself(tmp_path: Path) -> None:
     table = Generations(tmp_path / "table")
-    table.begin(THERE)
+    table.begin(THERE, STORES)
     table.clear(ONE, unsettled=THERE)
     table.clear(TWO, unsettled=THERE)
     table.settle(TWO, THERE)
     table.close()
     again = Generations(tmp_path / "table")
-    again.begin(HERE)
+    again.begin(HERE, STORES)
     again.clear(TWO, unsettled=HERE)
     for name in (ONE, TWO):
         again.settle(name, HERE)
@@ -106,7 +107,7 @@ def test_what_a_store_that_is_away_has_yet_to_delete_takes_no_record_for_ever(
 ) -> None:
     count = generations.MAX_CLEARED_NAMESPACES
     table = Generations(tmp_path / "table")
-    table.begin(HERE)
+    table.begin(HERE, STORES)
     for number in range(1, 1 + count):
         table.clear(named(number), unsettled=THERE)
     assert table.clear(named(9000), unsettled=HERE) == named(9000), "not all is to be deleted here"
@@ -119,11 +120,35 @@ def test_what_an_earlier_release_left_unsettled_is_left_to_every_store_that_is_h
 ) -> None:
     table = Generations(tmp_path / "table")
     table.clear(ONE, unsettled=1)
-    table.begin(0)
+    table.begin(0, STORES)
     assert table.unsettled() == [(ONE, 1)]
-    table.begin(HERE | THERE)
+    table.begin(HERE | THERE, STORES)
     table.settle(ONE, HERE & ~THERE)
     assert table.unsettled() == [(ONE, THERE)]
+    table.close()
+
+
+def test_a_store_under_another_name_deletes_what_one_with_its_bit_has_settled(
+    tmp_path: Path,
+) -> None:
+    name, place, other = 2, 4, 8  # `place` is both stores'
+    table = Generations(tmp_path / "table")
+    table.begin(name | place | other, named(1))
+    table.clear(ONE, unsettled=name | place | other)
+    for _ in range(2):  # the other one alone
+        table.close()
+        table = Generations(tmp_path / "table")
+        table.begin(place | other, named(2))
+        table.settle(ONE, place | other)
+        assert table.unsettled() == [(ONE, name)], "the other one has no more to delete"
+    table.close()
+    table = Generations(tmp_path / "table")
+    renamed = 16
+    table.begin(place | renamed, named(3))
+    assert table.unsettled() == [(ONE, name | place | renamed)]
+    table.settle(ONE, place | renamed)
+    table.begin(place | renamed, named(3))
+    assert table.unsettled() == [(ONE, name)], "but once"
     table.close()
 
 
