@@ -31,15 +31,17 @@ REQUEST = events_pb2.WatchEventsRequest()
 
 
 class Observer:
-    """Knows how calls have ended."""
+    """Knows how calls have ended, and why."""
 
     def __init__(self) -> None:
         self.ends: asyncio.Queue[str] = asyncio.Queue()
+        self.reasons: list[str] = []
 
     def call_ended(self, _method: str, code: str, _seconds: float) -> None:
         self.ends.put_nowait(code)
 
-    def refused(self, _reason: str) -> None: ...
+    def refused(self, reason: str) -> None:
+        self.reasons.append(reason)
 
 
 @contextlib.asynccontextmanager
@@ -91,5 +93,6 @@ async def test_a_watcher_that_takes_no_message_is_told_so_and_counts_until_it_is
         assert "1 event watchers" in said, "what gRPC holds for the first counts"
         said, code = await end_of(slow)
         assert (code, said) == ("DEADLINE_EXCEEDED", "the watcher took no message for 0.05 s")
+        assert observer.reasons == ["DEADLINE", "LIMIT_EXCEEDED"]
         next_one = stub.WatchEvents(REQUEST)
         assert (await asyncio.wait_for(next_one.read(), 10)).snapshot
