@@ -112,12 +112,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # only when it is asked for, and who has many calls half said holds only his own share.
         async def call(_requests: AsyncIterator[bytes], context: Context) -> Any:
             async def read_and_behave() -> Any:
-                async with self._counted(context) as user:
-                    content = await self._take_in(user, context)
-                    async with self._intake.for_message(user, len(content)):
-                        message = await self._read(kind, content, user)
-                        del content
-                        return await behaviour(message, context)
+                user = await self._count(context)
+                content = await self._take_in(user, context)
+                async with self._intake.for_message(user, len(content)):
+                    message = await self._read(kind, content, user)
+                    del content
+                    return await behaviour(message, context)
 
             return await self._run(method, context, read_and_behave)
 
@@ -169,9 +169,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             )
         return content
 
-    @contextlib.asynccontextmanager
-    async def _counted(self, context: Context) -> AsyncGenerator[int]:
-        """The caller's user, with one call more under way, as soon as it may be taken up."""
+    async def _count(self, context: Context) -> int:
+        """The caller's user, with one call more under way, as soon as it may be taken up.
+
+        It is over when gRPC holds nothing of its answer any more: until then a caller who takes
+        none has this place.
+        """
         user = self._user_of(context)
         if self._line.must_wait(user):
             self._observer.lined_up()
@@ -180,10 +183,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if user is None:
             raise no_peer()
         self._intake.calls.take(user, operates=self._operates(user))
-        try:
-            yield user
-        finally:
-            self._intake.calls.give_back(user)
+        call: Any = context  # the stubs say that a callback is no function
+        call.add_done_callback(lambda _: self._intake.calls.give_back(user))
+        return user
 
     async def _take_in(self, user: int, context: Context) -> bytes:
         """The first message of a call, as soon as it is the user's turn."""
@@ -223,10 +225,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             async def read_and_behave() -> None:
                 # Closed at once: what it holds for its last message would else stay for the
                 # collector.
-                async with (
-                    self._counted(context) as user,
-                    contextlib.aclosing(read_each(user, context)) as each,
-                ):
+                user = await self._count(context)
+                async with contextlib.aclosing(read_each(user, context)) as each:
                     await behaviour(each, context)
 
             await self._run(method, context, read_and_behave)
