@@ -108,7 +108,8 @@ async def test_a_call_whose_answer_is_not_taken_counts_among_its_users(
         )
 
         async def answer() -> str:
-            return str((await asyncio.wait_for(slow.read(), 10)).state)
+            taken: Any = await asyncio.wait_for(slow.read(), 10)
+            return str(taken.state)
 
         slow = status(operator_pb2.StatusRequest())
         assert await asyncio.wait_for(observer.ends.get(), 10) == "OK"
