@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvd import config
+from kvd import config, native
 from kvd.__main__ import main
 from kvd.cli.doctor import checks
 from kvd.cli.doctor.checks import Diagnosis, Subject, findings
@@ -130,6 +130,28 @@ def test_what_could_be_better_is_no_fault(
     on = subject(place, system, **settings)
     assert faults(on) == []
     assert any(problem in found.problem for found in findings(on))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fix"),
+    [
+        ("off", "set KVD_NATIVE to auto"),
+        ("fastest", "set KVD_NATIVE to auto"),
+        ("auto", "pip install --force-reinstall --no-deps --no-cache-dir"),
+    ],
+)
+def test_the_fix_for_slower_copies_is_for_their_reason(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str, fix: str
+) -> None:
+    monkeypatch.setenv(native.VARIABLE, chosen)
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "copies.so")  # where none was built
+    _, problem = native.find()
+    (found,) = (
+        found
+        for found in findings(subject(place, replace(SOUND, native_problem=problem)))
+        if problem in found.problem
+    )
+    assert found.fix.startswith(fix) or f"({fix})" in found.fix
 
 
 def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd import native
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.cli.pool_settings import pool_config
 from kvd.cli.status import how_it_flaps
@@ -348,9 +349,17 @@ def _machine(on: Subject) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "machine",
             f"copies go by numpy, which is slower: {system.native_problem}",
-            "install a wheel of kvd, or a C compiler and kvd again",
+            _native_fix(system.native_problem),
             is_fault=False,
         )
+
+
+def _native_fix(problem: str) -> str:
+    """How movers come by the library; pip alone leaves the same release as it is, or as cached."""
+    if problem.startswith(f"{native.VARIABLE} "):
+        return f"set {native.VARIABLE} to auto, or take it out of the environment"
+    again = "pip install --force-reinstall --no-deps --no-cache-dir"
+    return f"install a C compiler and then kvd again ({again}), or a wheel built where one is"
 
 
 def _nodes(on: Subject) -> Iterator[Diagnosis]:
