@@ -66,7 +66,7 @@ SERVICES = tuple(
     )
 )
 _OPTIONS = (
-    # gRPC looks at a message's length before it takes it in since 1.83.
+    # gRPC looks at a message's length before it takes it in since 1.84.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),

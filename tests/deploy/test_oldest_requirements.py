@@ -77,3 +77,9 @@ def test_an_engine_loads_what_one_before_it_stored(environment: dict[str, str]) 
         assert run(*example, environment=environment).startswith("loaded 80 of 80 tokens")
         told = run("-m", "kvd", "status", "--socket", running.socket, environment=environment)
         assert "5 ready" in told
+
+
+def test_messages_over_the_limit_take_no_memory(environment: dict[str, str]) -> None:
+    file = ROOT / "tests/control/test_memory_return.py"
+    chosen = ("-k", "over_the_limit", "-p", "no:cacheprovider", "--rootdir", ROOT)
+    assert "1 passed" in run("-m", "pytest", file, *chosen, environment=environment)
