@@ -162,10 +162,8 @@ def test_an_outcome_that_was_interrupted_comes_with_the_next(
     engine.store("s", "prompt", 4)
     engine.arrive("r", "prompt", 4)
     table = engine.table(4, 100)
-    engine.start_load("r", engine.match("r"), table)
-    (rank,) = engine.ranks
-    ends = engine.scheduler._ends
-    wait_until(lambda: rank.worker.wait([ends._jobs.last_id], 0.0) == set(), "the load's end")
+    engine.start_load("r", engine.match("r"), table, hold=True)
+    report, ends = only_end(engine), engine.scheduler._ends
 
     class Interrupting(set[str]):
         def discard(self, _: object) -> None:
@@ -176,7 +174,7 @@ def test_an_outcome_that_was_interrupted_comes_with_the_next(
 
     ends.loading_ended = Interrupting()
     with pytest.raises(Interrupted):
-        engine.scheduler.update_from_workers([rank.worker.get_finished()])
+        engine.scheduler.update_from_workers([report])
     ends.loading_ended = set()
     if in_between == "ends":
         assert engine.scheduler.request_finished("r", [table]), "an outcome names it yet"
