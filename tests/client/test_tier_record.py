@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -199,6 +200,45 @@ def test_of_much_news_a_step_takes_some_and_what_goes_before_an_announcement(
     assert said_of(hand) == [(HOST, True, key) for key in many[2:4]]
     assert said_of(hand) == [(HOST, True, many[5])]
     assert said_of(hand) == []
+
+
+def test_news_of_which_each_step_brings_more_than_it_takes_are_not_told_ever_later(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_record, "MAX_TAKEN", 2)
+    monkeypatch.setattr(tier_record, "TAKEN_IN_STEPS", 4)
+    told: list[Key] = []
+    for step in range(40):
+        fresh = keys_of(str(step), 5)
+        hand.announce(*fresh)
+        hand.tell("REMOVED", HOST, *fresh)
+        told += [key for _, _, key in said_of(hand)]
+        assert 5 * (step + 1) - len(told) <= 4 * 5, "what waits stays within so many steps' news"
+    assert told == [key for step in range(40) for key in keys_of(str(step), 5)][: len(told)]
+
+
+def test_an_announcement_looks_through_no_news_of_other_blocks(hand: Hand) -> None:
+    many = keys_of("many", 6)
+    hand.announce(*many)
+    hand.tell("REMOVED", HOST, *many)
+    hand.tell("STORED", HOST, many[4])
+    news = hand.watch._news
+    seen: list[int] = []
+
+    class Watched(dict[int, Any]):
+        def __getitem__(self, number: int) -> Any:
+            seen.append(number)
+            return super().__getitem__(number)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all news are looked through")
+
+        values = items = keys = __iter__
+
+    news._news = Watched(news._news)
+    earlier, _ = hand.watch.take_and_announce([many[4], ONE])
+    assert [each.removed for each in earlier] == [True, False]
+    assert len(seen) == 2, "that of the block, and no other"
 
 
 def test_a_new_snapshot_takes_back_what_it_does_not_name(hand: Hand) -> None:

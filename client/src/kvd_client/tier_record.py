@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
-from itertools import groupby
+from itertools import count, groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ MAX_EARLY = 1 << 16  # blocks in tiers that the engine has not announced, or not
 MAX_TOLD = 1 << 18  # blocks in tiers; beyond it the oldest are said to be removed
 
 MAX_NEWS = 1 << 19  # not taken yet, until what came and went meanwhile is left out of it
-MAX_TAKEN = 1024  # of what is new, with one call
+MAX_TAKEN = 1024  # of what is new, with one call; or, where that is more,
+TAKEN_IN_STEPS = 128  # one in so many of what is new
 MAX_AGAIN = 256  # said once more with one call
 
 Key = bytes
@@ -39,11 +40,22 @@ class News(NamedTuple):
     keys: list[Key]
 
 
+class _NewsEntry(NamedTuple):
+    """One block's news, and the number of the one before it, if any was not taken by then."""
+
+    place: Residence
+    removed: bool
+    key: Key
+    before: int | None
+
+
 class NewsList:
     """News one after the other, in the order in which they happened, until they are taken."""
 
     def __init__(self) -> None:
-        self._news: list[tuple[Residence, bool, Key]] = []
+        self._news: dict[int, _NewsEntry] = {}  # numbered as they came
+        self._last: dict[Key, int] = {}  # a block's last one; each knows the one before it
+        self._numbers = count()
         self._most = MAX_NEWS
         self._again: OrderedDict[tuple[Residence, Key], None] = OrderedDict()
 
@@ -52,9 +64,14 @@ class NewsList:
 
     def add(self, place: Residence, key: Key, *, removed: bool) -> None:
         self.drop_again(place, key)
-        self._news.append((place, removed, key))
+        self._append(place, removed, key)
         if len(self._news) > self._most:
             self._shorten()
+
+    def _append(self, place: Residence, removed: bool, key: Key) -> None:
+        number = next(self._numbers)
+        self._news[number] = _NewsEntry(place, removed, key, self._last.get(key))
+        self._last[key] = number
 
     def _shorten(self) -> None:
         """Of each block's news at a place keep the last; none where it is there, or not, as before.
@@ -62,20 +79,19 @@ class NewsList:
         An engine without requests takes nothing, while others have blocks evicted and brought up.
         """
         ends: dict[tuple[Residence, Key], tuple[bool, bool]] = {}  # the first and the last
-        for place, removed, key in self._news:
+        for place, removed, key, _ in self._news.values():
             first, _ = ends.pop((place, key), (removed, removed))
             ends[place, key] = first, removed
-        self._news = [
-            (place, removed, key)
-            for (place, key), (first, removed) in ends.items()
-            if first == removed
-        ]
+        self._news, self._last = {}, {}
+        for (place, key), (first, removed) in ends.items():
+            if first == removed:
+                self._append(place, removed, key)
         self._most = max(MAX_NEWS, 2 * len(self._news))
 
     def say_again(self, said: Iterable[tuple[Residence, Key]]) -> None:
         """All this was said, and whoever listens has dropped it."""
         self._again = OrderedDict.fromkeys(said)
-        for place, removed, key in self._news:
+        for place, removed, key, _ in self._news.values():
             if not removed:
                 self.drop_again(place, key)
 
@@ -89,24 +105,33 @@ class NewsList:
     def take(self) -> list[News]:
         """The next of what is new, in its order: some, for a step waits for it.
 
-        What follows each other of one kind is one piece of news.
+        Of very much more at once: where each step brings more than MAX_TAKEN, it would be told ever
+        later. What follows each other of one kind is one piece of news.
         """
-        news = self._news[:MAX_TAKEN]
-        del self._news[:MAX_TAKEN]
-        self._bound_anew()
-        return self._gathered(news)
+        most = max(MAX_TAKEN, len(self._news) // TAKEN_IN_STEPS)
+        return self._taken(list(islice(self._news, most)))
 
     def take_of(self, keys: Collection[Key]) -> list[News]:
-        """All that is new of these blocks, in its order."""
-        wanted = frozenset(keys) if self._news else frozenset()
-        news = [each for each in self._news if each[2] in wanted]
-        if news:
-            self._news = [each for each in self._news if each[2] not in wanted]
-            self._bound_anew()
-        return self._gathered(news)
+        """All that is new of these blocks, in its order; what is new of others costs nothing."""
+        numbers: list[int] = []
+        for key in dict.fromkeys(keys):
+            number = self._last.get(key)
+            while number is not None and number in self._news:
+                numbers.append(number)
+                number = self._news[number].before
+        return self._taken(sorted(numbers))
+
+    def _taken(self, numbers: list[int]) -> list[News]:
+        entries = [self._news.pop(number) for number in numbers]
+        for number, entry in zip(numbers, entries, strict=True):
+            if self._last[entry.key] == number:
+                del self._last[entry.key]
+        self._bound_anew()
+        return self._gathered([(entry.place, entry.removed, entry.key) for entry in entries])
 
     def _bound_anew(self) -> None:
         if not self._news:
+            self._news.clear()  # the room that it has for many, too
             self._most = MAX_NEWS
 
     def take_again(self) -> list[News]:
@@ -124,6 +149,7 @@ class NewsList:
 
     def clear(self) -> None:
         self._news.clear()
+        self._last.clear()
         self._again.clear()
         self._bound_anew()
 
