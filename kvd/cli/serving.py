@@ -14,7 +14,7 @@ from kvd.cli import last_words
 from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.cli.interrupts import ends_at_once
 from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
-from kvd.linux.proc import shows_this_process
+from kvd.linux.proc import shows_the_machine, shows_this_process
 
 WITHOUT_ASSERTS = (
     "Python runs without assertions, by which a daemon ends rather than serve wrong bytes: unset"
@@ -23,6 +23,10 @@ WITHOUT_ASSERTS = (
 WITHOUT_PROC = (
     "/proc is not there, or is another pid namespace's, and by it the daemon tells which of its"
     " processes live: mount the one of its own (unshare --mount-proc, bwrap --proc /proc)"
+)
+ONLY_PROCESSES = (
+    "/proc shows processes alone, and by it the daemon knows the machine's memory and boot: mount"
+    " it without subset=pid, and leave systemd's ProcSubset=pid out"
 )
 
 
@@ -73,7 +77,9 @@ def _why_unfit() -> str:
     """Why no daemon may begin in this process; "" where one may."""
     if sys.flags.optimize:
         return WITHOUT_ASSERTS
-    return "" if shows_this_process() else WITHOUT_PROC
+    if not shows_this_process():
+        return WITHOUT_PROC
+    return "" if shows_the_machine() else ONLY_PROCESSES
 
 
 class _Serve(last_words.Service):

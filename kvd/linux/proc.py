@@ -13,6 +13,7 @@ from pathlib import Path
 from kvd.linux.calls import most_descriptors
 
 PROC = Path("/proc")
+_BOOT_ID = Path("sys/kernel/random/boot_id")
 CAP_CHOWN = 1 << 0
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -96,6 +97,11 @@ def _stat(pid: int | str) -> list[str]:
 def _lines(path: Path) -> list[str]:
     """Of a file with names in it that others chose: of any bytes but line ends."""
     return os.fsdecode(path.read_bytes()).rstrip("\n").split("\n")
+
+
+def shows_the_machine(proc: Path = PROC) -> bool:
+    """Whether more than processes is there: a mount of it may leave the rest out."""
+    return (proc / "meminfo").exists() and (proc / _BOOT_ID).exists()
 
 
 # -- this process -----------------------------------------------------------------------------
@@ -204,7 +210,7 @@ def memory_bytes(name: str, proc: Path = PROC) -> int | None:
 
 def boot_id() -> str:
     """Random name of this boot."""
-    return (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    return (PROC / _BOOT_ID).read_text().strip()
 
 
 def mounts(proc: Path = PROC) -> Iterator[Mount]:

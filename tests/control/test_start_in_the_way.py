@@ -29,6 +29,8 @@ started = main(["serve", *sys.argv[1:]])
 sys.exit(10 * checked + started)
 """
 NO_PROC = ("unshare", "--mount", "sh", "-c", 'umount -l /proc && exec "$@"', "sh")
+MOUNT_OF_PROCESSES = 'mount -t proc -o subset=pid proc /proc && exec "$@"'
+ONLY_PROCESSES = ("unshare", "--mount", "sh", "-c", MOUNT_OF_PROCESSES, "sh")
 ANOTHERS_PROC = ("unshare", "--pid", "--fork", "--kill-child")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -314,6 +316,18 @@ def test_a_daemon_that_its_proc_does_not_show_does_not_run(
     done = serve_behind(behind, *flags, *words)
     assert done.returncode == 2
     assert "/proc is not there, or is another pid namespace's" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("words", [[], ["--check"]])
+def test_a_proc_without_the_machine_is_refused_with_what_leaves_it_out(
+    tmp_path: Path, words: list[str]
+) -> None:
+    flags = ["--pool-directory", str(tmp_path / "pool"), "--socket", str(tmp_path / "kvd.sock")]
+    done = serve_behind(ONLY_PROCESSES, *flags, *words)
+    assert done.returncode == 2
+    assert "leave systemd's ProcSubset=pid out" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
