@@ -44,8 +44,14 @@ class Observer:
         self.reasons.append(reason)
 
 
+def new_peer() -> Peer:
+    return Peer(Credentials(USER, USER, 0, None), Role.TOOL, "test", lambda *_: None)
+
+
 @contextlib.asynccontextmanager
-async def watched(path: Path, observer: Any) -> AsyncIterator[events_pb2_grpc.EventServiceStub]:
+async def watched(
+    path: Path, observer: Any, peers: Any = None
+) -> AsyncIterator[events_pb2_grpc.EventServiceStub]:
     """Calls of a server whose snapshot is one large change."""
     keys = KeyBatch(np.ones((KEYS, 4), dtype=np.uint64), 32)
     change = Change(ChangeKind.STORED, TenantId("default"), NamespaceId(1), "", "", 0, keys)
@@ -54,8 +60,8 @@ async def watched(path: Path, observer: Any) -> AsyncIterator[events_pb2_grpc.Ev
         machine=SimpleNamespace(knows=lambda _: True),
         pool=SimpleNamespace(namespace_fields=lambda _: {"tenant": "default"}),
     )
-    peer = Peer(Credentials(USER, USER, 0, None), Role.TOOL, "test", lambda *_: None)
-    peers: Any = SimpleNamespace(behind=lambda _: peer)
+    peer = new_peer()
+    peers = peers or SimpleNamespace(behind=lambda _: peer)
     calls = CallInterceptor(observer, lambda _: None, FairQueue(), lambda _: USER, lambda _: False)
     server = grpc.aio.server(interceptors=[calls])
     servicer = events.EventServicer(driver, Namespaces(driver, TenantPolicy(root=False)), peers)
@@ -94,5 +100,32 @@ async def test_a_watcher_that_takes_no_message_is_told_so_and_counts_until_it_is
         said, code = await end_of(slow)
         assert (code, said) == ("DEADLINE_EXCEEDED", "the watcher took no message for 0.05 s")
         assert observer.reasons == ["DEADLINE", "LIMIT_EXCEEDED"]
+        next_one = stub.WatchEvents(REQUEST)
+        assert (await asyncio.wait_for(next_one.read(), 10)).snapshot
+
+
+async def test_a_watcher_without_its_companion_connection_is_told_so_and_counts_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_WATCHERS_OF_A_USER", 1)
+    first, second = new_peer(), new_peer()
+    callers = iter([first, second, second])
+    writing, deliver = asyncio.Event(), events._deliver
+
+    async def tell_and_deliver(*given: Any) -> None:
+        writing.set()
+        await deliver(*given)
+
+    monkeypatch.setattr(events, "_deliver", tell_and_deliver)
+    observer, peers = Observer(), SimpleNamespace(behind=lambda _: next(callers))
+    async with watched(tmp_path / "sock", observer, peers) as stub:
+        slow = stub.WatchEvents(REQUEST)
+        await asyncio.wait_for(writing.wait(), 10)
+        first.end()
+        assert await asyncio.wait_for(observer.ends.get(), 10) == "UNAUTHENTICATED"
+        _, code = await end_of(stub.WatchEvents(REQUEST))
+        assert code == "RESOURCE_EXHAUSTED", "what gRPC holds for the first counts"
+        said, code = await end_of(slow)
+        assert (code, "names no live companion connection" in said) == ("UNAUTHENTICATED", True)
         next_one = stub.WatchEvents(REQUEST)
         assert (await asyncio.wait_for(next_one.read(), 10)).snapshot

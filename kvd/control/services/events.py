@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from kvd.control import convert
-from kvd.control.access.peers import Context, Peers
+from kvd.control.access.peers import Context, Peers, no_peer
 from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
 from kvd.core.errors import InvalidArgument
@@ -60,19 +60,22 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         previous = request.after_sequence
         watching = asyncio.current_task()
         assert watching is not None, "a call runs in a task"
+        has_gone = False
 
         def gone() -> None:
+            nonlocal has_gone
+            has_gone = True
             watching.cancel()
 
         self._watchers.take(peer.uid, operates=self._namespaces.operates(peer))
         # Not before: a message that the caller does not take stays in gRPC, whoever gave it up.
         call: Any = context  # the stubs say that a callback is no function
         call.add_done_callback(lambda _: self._watchers.give_back(peer.uid))
-        peer.on_end(gone)
+        # By itself, and not given up: what is takes the metadata with it, and then the call's
+        # status can't be sent.
+        await context.send_initial_metadata(())
         try:
-            # By itself: a first message that is given up takes its metadata with it, and then the
-            # call's status can't be sent.
-            await context.send_initial_metadata(())
+            peer.on_end(gone)
             async with contextlib.aclosing(log.watch(after, wanted, peer.uid)) as deliveries:
                 async for delivery in deliveries:
                     reached = delivery.sequence
@@ -83,6 +86,12 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             raise DeadlinePassed(
                 "the watcher took so long over its snapshot that it would have to begin again"
             ) from None
+        except asyncio.CancelledError:
+            if not has_gone or watching.uncancel():  # gRPC gives the call up, too
+                raise
+            # The call may outlive its companion connection: it ends with a status, once that and
+            # what came before are taken. Cancelled it would stay, and hold what gRPC has for it.
+            raise no_peer() from None
         finally:
             peer.forget(gone)
 
