@@ -106,8 +106,8 @@ class JobEnds:
     def fail(self, job_ids: Sequence[int]) -> None:
         """These will never run: no worker was told of them."""
         for job_id in job_ids:
-            self._due[job_id] = self._jobs[job_id]
             self._jobs[job_id].has_failed = True
+            self._due[job_id] = self._jobs[job_id]
         self._end_due()
 
     def _end_strays(self) -> None:
