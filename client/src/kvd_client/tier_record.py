@@ -16,6 +16,7 @@ MAX_TOLD = 1 << 18  # blocks in tiers; beyond it the oldest are said to be remov
 MAX_NEWS = 1 << 19  # not taken yet, until what came and went meanwhile is left out of it
 MAX_TAKEN = 1024  # of what is new, with one call; or, where that is more,
 TAKEN_IN_STEPS = 128  # one in so many of what is new
+MAX_LOOKED_AT = 16  # of a block's news, for the last one at a place
 MAX_AGAIN = 256  # said once more with one call
 
 Key = bytes
@@ -47,6 +48,7 @@ class _NewsEntry(NamedTuple):
     removed: bool
     key: Key
     before: int | None
+    stays: bool  # it went before it was said again
 
 
 class NewsList:
@@ -56,44 +58,54 @@ class NewsList:
         self._news: dict[int, _NewsEntry] = {}  # numbered as they came
         self._last: dict[Key, int] = {}  # a block's last one; each knows the one before it
         self._numbers = count()
-        self._most = MAX_NEWS
+        self._heard_from = 0  # those before went to who has dropped all since
         self._again: OrderedDict[tuple[Residence, Key], None] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._news or self._again)
 
     def add(self, place: Residence, key: Key, *, removed: bool) -> None:
-        self.drop_again(place, key)
-        self._append(place, removed, key)
-        if len(self._news) > self._most:
-            self._shorten()
+        stays = self.drop_again(place, key)
+        if len(self._news) < MAX_NEWS or not self._takes_back(place, key, removed=removed):
+            number = next(self._numbers)
+            self._news[number] = _NewsEntry(place, removed, key, self._last.get(key), stays)
+            self._last[key] = number
 
-    def _append(self, place: Residence, removed: bool, key: Key) -> None:
-        number = next(self._numbers)
-        self._news[number] = _NewsEntry(place, removed, key, self._last.get(key))
-        self._last[key] = number
-
-    def _shorten(self) -> None:
-        """Of each block's news at a place keep the last; none where it is there, or not, as before.
+    def _takes_back(self, place: Residence, key: Key, *, removed: bool) -> bool:
+        """Leave out the last news of a block at its place. True: that and this say nothing new.
 
         An engine without requests takes nothing, while others have blocks evicted and brought up.
         """
-        ends: dict[tuple[Residence, Key], tuple[bool, bool]] = {}  # the first and the last
-        for place, removed, key, _ in self._news.values():
-            first, _ = ends.pop((place, key), (removed, removed))
-            ends[place, key] = first, removed
-        self._news, self._last = {}, {}
-        for (place, key), (first, removed) in ends.items():
-            if first == removed:
-                self._append(place, removed, key)
-        self._most = max(MAX_NEWS, 2 * len(self._news))
+        number, later = self._last.get(key), None
+        for _ in range(MAX_LOOKED_AT):
+            if number is None or number not in self._news or number < self._heard_from:
+                return False
+            entry = self._news[number]
+            if entry.place == place:
+                if entry.stays:
+                    return False
+                self._leave_out(number, entry, later)
+                return entry.removed != removed
+            number, later = entry.before, number
+        return False
+
+    def _leave_out(self, number: int, entry: _NewsEntry, later: int | None) -> None:
+        """`later`: the number of the block's next one."""
+        del self._news[number]
+        if later is not None:
+            self._news[later] = self._news[later]._replace(before=entry.before)
+        elif entry.before is not None and entry.before in self._news:
+            self._last[entry.key] = entry.before
+        else:
+            del self._last[entry.key]
 
     def say_again(self, said: Iterable[tuple[Residence, Key]]) -> None:
         """All this was said, and whoever listens has dropped it."""
+        self._heard_from = next(self._numbers)
         self._again = OrderedDict.fromkeys(said)
-        for place, removed, key, _ in self._news.values():
-            if not removed:
-                self.drop_again(place, key)
+        for entry in self._news.values():
+            if not entry.removed:
+                self.drop_again(entry.place, entry.key)
 
     def drop_again(self, place: Residence, key: Key) -> bool:
         """Whether this was to be said once more; now it is not."""
@@ -126,13 +138,9 @@ class NewsList:
         for number, entry in zip(numbers, entries, strict=True):
             if self._last[entry.key] == number:
                 del self._last[entry.key]
-        self._bound_anew()
-        return self._gathered([(entry.place, entry.removed, entry.key) for entry in entries])
-
-    def _bound_anew(self) -> None:
         if not self._news:
             self._news.clear()  # the room that it has for many, too
-            self._most = MAX_NEWS
+        return self._gathered([(entry.place, entry.removed, entry.key) for entry in entries])
 
     def take_again(self) -> list[News]:
         """The next of what is said once more: a few, for a step waits for it."""
@@ -151,7 +159,6 @@ class NewsList:
         self._news.clear()
         self._last.clear()
         self._again.clear()
-        self._bound_anew()
 
 
 class TierRecord:
