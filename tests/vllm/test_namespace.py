@@ -152,6 +152,9 @@ SETTINGS: list[tuple[Change, set[str]]] = [
     (setting("model_config.disable_sliding_window", True), {"config"}),
     (setting("model_config.code_revision", "0123abc"), {"config"}),
     (setting("cache_config.kv_sharing_fast_prefill", True), {"config"}),
+    (setting("kernel_config.moe_backend", "marlin"), {"config"}),
+    (setting("kernel_config.linear_backend_per_quant", {"nvfp4": "marlin"}), {"config"}),
+    (setting("attention_config.use_prefill_query_quantization", True), {"config"}),
     (setting("diffusion_config", DiffusionConfig(canvas_length=8)), {"config"}),
     (setting("model_config.dtype", torch.float16), {"config", "kv_dtype"}),
     (setting("cache_config.cache_dtype", "fp8_e4m3"), {"kv_dtype", "kv_scale_source"}),
@@ -219,6 +222,35 @@ def test_the_hash_seed_keeps_apart_and_is_not_told(
     other = base.namespace()
     assert different(before, other) == {"hash_algorithm"}
     assert "secret" not in other.hash_algorithm
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
+    ],
+)
+def test_the_environment_keeps_apart_where_it_changes_what_is_computed(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    before = base.namespace()
+    monkeypatch.setenv(variable, "")
+    assert base.namespace() == before
+    monkeypatch.setenv(variable, value)
+    assert different(before, base.namespace()) == {"model_config_digest"}
+
+
+def test_what_a_file_named_by_the_environment_says_keeps_apart(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "humming.json"
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+    file.write_text('{"b_dtype": "int4"}')
+    before = base.namespace()
+    file.write_text('{"b_dtype": "int8"}')
+    assert different(before, base.namespace()) == {"model_config_digest"}
 
 
 def test_a_drafter_keeps_apart_by_its_groups_and_its_configuration(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvd_client.integrations.digests import digest_of, shaping_fields
@@ -33,6 +34,31 @@ SPECULATIVE_SETTINGS = ("disable_lookahead_block_hashes", "method", "quantizatio
 # Of what says how tokens are drawn, what a model of vLLM takes for a part of its layers: Llama 4
 # whether attention has a temperature, those that denoise when they have done so.
 GENERATION_SETTINGS = ("attn_temperature_tuning", "max_denoising_steps", "stability_threshold")
+# Of the kernels those that round weights or activations otherwise, or let a token see others.
+KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+ATTENTION_SETTINGS = (
+    "disable_flashinfer_q_quantization",
+    "indexer_kv_dtype",
+    "use_non_causal",
+    "use_prefill_query_quantization",
+)
+# And of the environment, with what chooses a token's experts and a video's frames: a block's hash
+# has the video's file only.
+SHAPING_VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_DISABLED_KERNELS",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
 # vLLM chooses other position factors by the longest request it admits.
 ROPE_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 
@@ -43,6 +69,8 @@ def config_digest(vllm_config: Any) -> str:
         "model": _describe_model(vllm_config.model_config),
         "cache": _pick(vllm_config.cache_config, CACHE_SETTINGS),
     }
+    kernels = _kernels(vllm_config)
+    described |= {"kernels": kernels} if kernels else {}
     diffusion = getattr(vllm_config, "diffusion_config", None)
     if diffusion is not None:
         described["diffusion"] = _pick(diffusion, DIFFUSION_SETTINGS)
@@ -68,6 +96,20 @@ def _describe_model(model_config: Any) -> dict[str, Any]:
     if depends_on_length(model_config):
         described["max_model_len"] = model_config.max_model_len
     return described
+
+
+def _kernels(vllm_config: Any) -> dict[str, Any]:
+    """What was chosen in place of vLLM's own choice; of a variable that names a file its content.
+
+    Another processor is another layout, so vLLM's own choice needs no word here.
+    """
+    from vllm import envs  # noqa: PLC0415 - importing vllm takes its time
+
+    picked = _pick(vllm_config.kernel_config, KERNEL_SETTINGS)
+    picked |= _pick(vllm_config.attention_config, ATTENTION_SETTINGS)
+    chosen = {name: value for name, value in picked.items() if value not in ("auto", False)}
+    given = tuple(name for name in SHAPING_VARIABLES if os.environ.get(name))
+    return chosen | _pick(envs, given)
 
 
 def _pick(settings: Any, names: tuple[str, ...]) -> dict[str, Any]:
