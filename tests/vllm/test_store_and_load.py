@@ -51,6 +51,18 @@ def test_a_longer_prompt_loads_what_it_has_in_common(engine: Engine, plain: Plai
     assert [answer.cached for answer in answers] == [WHOLE, 2 * BLOCK_TOKENS]
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_prompt_of_whole_blocks_is_loaded_whole(
+    engine: Engine, plain: Plain, blocks: int
+) -> None:
+    exact = prompt(f"exactly {blocks}", blocks * BLOCK_TOKENS)
+    engine.store(exact)
+    hit = engine.count(HITS)
+    answers = engine.generate(exact)
+    assert tokens(answers) == plain.tokens(exact)
+    assert engine.count(HITS) - hit == blocks * BLOCK_TOKENS
+
+
 def test_requests_with_one_prefix_load_it_once_for_all(
     engine: Engine, plain: Plain, kvd: NodeDaemon
 ) -> None:

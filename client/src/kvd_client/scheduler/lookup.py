@@ -570,8 +570,8 @@ class LookupQueue:
         return age_s < session.lease_ttl_s * LEASE_MARGIN
 
     def _cap_tokens(self, request: Request, computed_tokens: int) -> int:
-        """At least one token stays to be computed."""
-        cap = request.num_tokens - 1
+        """At least one token stays to be computed, unless the engine sees to that itself."""
+        cap = request.num_tokens - request.spare_tokens
         if request.params.max_load_tokens is not None:
             cap = min(cap, computed_tokens + max(0, request.params.max_load_tokens))
         return cap

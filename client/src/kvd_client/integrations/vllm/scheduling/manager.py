@@ -63,6 +63,7 @@ from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import GivenUp, Knowledge, LookupState
 from kvd_client.session import Connection, SessionView
+from kvd_proto.groups import GroupKind
 
 
 class KvdManager(OffloadingManager):
@@ -114,6 +115,12 @@ class KvdManager(OffloadingManager):
         self.stats.watch_lookups(self._queue.given_up)
 
     @property
+    def _spare_tokens(self) -> int:
+        """With full attention alone vLLM loads whole prompts, and computes the last token anew."""
+        groups = () if self._connection is None else self._connection.namespace.groups
+        return int(any(g.drafter or g.kind is not GroupKind.FULL_ATTENTION for g in groups))
+
+    @property
     def is_open(self) -> bool:
         return self._connection is not None
 
@@ -147,6 +154,7 @@ class KvdManager(OffloadingManager):
         """Ask for the request's blocks; nobody waits for the answer."""
         request = self.tracked(req_context).request
         request.hashes, request.num_tokens, _ = prompt
+        request.spare_tokens = self._spare_tokens
         if self._is_too_short(prompt):
             return
         if self.enter_session() is not None and self._queue is not None:
@@ -157,6 +165,7 @@ class KvdManager(OffloadingManager):
         tracked = self.tracked(req_context)
         tracked.request.num_tokens = prompt.num_tokens
         tracked.request.computed_tokens = prompt.computed_tokens
+        tracked.request.spare_tokens = self._spare_tokens
         self.begin_anew(req_context)
         if self._queue is None or self._is_too_short(prompt):
             return Knowledge.NOTHING
