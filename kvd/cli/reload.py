@@ -58,6 +58,7 @@ class Reloader:
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
         self.config = config
         self._read = read
+        self._more = ""  # what came of the last reload, in systemd's status
 
     async def reload(self, control: ControlServer) -> None:
         """Bring the settings in force up to date. What can't be read changes nothing.
@@ -68,12 +69,12 @@ class Reloader:
         """
         before = self.config
         try:
-            wanted = await self._wanted()
+            wanted = await self._wanted(control)
         except (ConfigError, NoThread) as error:
             log.error(  # noqa: TRY400
                 "the settings were not reloaded, and nothing has changed: %s", error, extra=COUNTED
             )
-            self._tell_systemd("; the last reload changed nothing: the log says why")
+            self._tell_systemd(control, "; the last reload changed nothing: the log says why")
             return
         changed = [name for name in _ALL if getattr(before, name) != getattr(wanted, name)]
         taken = [name for name in changed if name in CHANGEABLE]
@@ -94,11 +95,12 @@ class Reloader:
                 extra=COUNTED,
             )
         more = f"; need a restart: {', '.join(refused)}" if refused else ""
-        self._tell_systemd(more + (f"; not by the file: {overruled}" if overruled else ""))
+        more += f"; not by the file: {overruled}" if overruled else ""
+        self._tell_systemd(control, more)
         told = ", ".join(taken) or "nothing"
         log.warning("the settings were reloaded; changed: %s", told, extra=COUNTED)
 
-    async def _wanted(self) -> Config:
+    async def _wanted(self, control: ControlServer) -> Config:
         """The settings as they are read now. Who asks a directory service for names may wait long.
 
         The daemon serves on meanwhile, and its end does not wait for that.
@@ -110,14 +112,23 @@ class Reloader:
                     "a reload has not ended yet: the file, or a service that is asked for users and"
                     " groups, does not answer. Another reload waits for this one"
                 )
-                self._tell_systemd("; a reload waits for the file, or for a service of names")
+                waits = "; a reload waits for the file, or for a service of names"
+                self._tell_systemd(control, waits)
             return await reading
         finally:
             reading.cancel()
 
-    def _tell_systemd(self, more: str) -> None:
+    def _tell_systemd(self, control: ControlServer, more: str) -> None:
         """Whoever reloads by systemctl may not look into the log, or its level leaves this out."""
-        notify(f"STATUS=serving on {self.config.socket}{more}", room_s=0)
+        self._more = more
+        self.tell_state(control)
+
+    def tell_state(self, control: ControlServer) -> None:
+        """Tell systemd whether work is taken, and what came of the last reload."""
+        if control.stopping:
+            return  # it knows that
+        does = "draining, until `kvd undrain`," if control.common.draining else "serving"
+        notify(f"STATUS={does} on {self.config.socket}{self._more}", room_s=0)
 
     async def _apply(self, before: Config, control: ControlServer) -> None:
         config = self.config

@@ -330,6 +330,7 @@ class Daemon:
     def _ready(self, control: ControlServer) -> None:
         self._control = control
         self.state = "ready"
+        control.on_drain = partial(self._reloader.tell_state, control)
         notify("READY=1", f"STATUS=serving on {self.config.socket}")
         log.info(
             "kvd %s serves on %s, incarnation %s",

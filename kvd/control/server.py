@@ -138,6 +138,7 @@ class ControlServer:
         self.operator.undrain = self.undrain
         self.tenants = tenants
         self.stopping = False  # for good: no operator takes that back
+        self.on_drain: Callable[[], None] = lambda: None  # as a drain begins, or is taken back
         self._interceptor = CallInterceptor(
             observer,
             on_broken_invariant,
@@ -217,6 +218,7 @@ class ControlServer:
         """
         self.common.draining = True
         self._health.say(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.on_drain()
         left = await self.driver.drain(deadline_s)
         if not self.common.draining:
             raise DrainTakenBack("somebody undrained the daemon meanwhile: it takes work again")
@@ -229,6 +231,7 @@ class ControlServer:
         was_draining, self.common.draining = self.common.draining, False
         self.driver.undrain()
         self._health.say(health_pb2.HealthCheckResponse.SERVING)
+        self.on_drain()
         return was_draining
 
     def lost_socket(self) -> Path | None:

@@ -144,7 +144,9 @@ def test_what_an_engine_may_hold_and_open_changes_while_it_goes_on(running: Conf
     engine.close()
 
 
-def test_systemd_hears_what_needs_a_restart_and_that_a_reload_failed(tmp_path: Path) -> None:
+def test_systemd_hears_of_drains_of_what_needs_a_restart_and_that_a_reload_failed(
+    tmp_path: Path,
+) -> None:
     running = Configured("")
     running.environment["NOTIFY_SOCKET"] = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
@@ -164,6 +166,14 @@ def test_systemd_hears_what_needs_a_restart_and_that_a_reload_failed(tmp_path: P
             running.tell_to_reload()
             assert hears(f"{serving}; the last reload changed nothing: the log says why")
             running.reload('log_level = "info"\n')
+            assert hears(serving)
+            running.reload('policy = "arc"\n')
+            assert main(["drain", "--socket", str(running.socket)]) == 0
+            draining = f"draining, until `kvd undrain`, on {running.socket}"
+            assert hears(f"{draining}; need a restart: policy")
+            running.reload('log_level = "info"\n')
+            assert hears(draining)
+            assert main(["undrain", "--socket", str(running.socket)]) == 0
             assert hears(serving)
             assert running.stop() == 0
         finally:
