@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -23,7 +23,9 @@ from kvd.cli.status import DEFAULT_INTERVAL, as_json
 from kvd.observability.printable import printable
 from kvd_proto.v1 import operator_pb2 as pb
 
-SESSIONS_SHOWN = 20  # a terminal has no more room; the rest are counted
+SESSIONS_SHOWN = 20  # the rest are counted
+NARROW = 80  # columns; with fewer there is no room for how each session copies
+REST_OF_WIDE, REST_OF_NARROW = 12, 18  # lines of all else on the screen, down to 40 columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def watch(look: Callable[[], pb.StatusResponse], given: SimpleNamespace) -> int:
             if isinstance(now, Failure):
                 live.update(Text(printable(now.message)), refresh=True)
             else:
-                live.update(screen(now, since), refresh=True)
+                live.update(screen(now, since, console.size), refresh=True)
     return _status_of(now)
 
 
@@ -175,8 +177,8 @@ def line(now: Glance, since: Moved | None) -> str:
     )
 
 
-def screen(now: Glance, since: Moved | None) -> Group:
-    """The whole picture."""
+def screen(now: Glance, since: Moved | None, room: ConsoleDimensions) -> Group:
+    """The whole picture. `room`: columns and lines of the terminal, which cuts off what is more."""
     status, pool = now.status, now.status.pool
     rates = since or Moved(None, 0, 0, 0)
     head = Text()
@@ -191,9 +193,13 @@ def screen(now: Glance, since: Moved | None) -> Group:
     figures.add_row(
         "evicted", f"{rates.evicted_per_s:.0f} blocks/s", f"{status.blocks_evicted} since the start"
     )
-    parts: list[RenderableType] = [head, figures, Text(), _sessions(status)]
-    if len(status.sessions) > SESSIONS_SHOWN:
-        parts.append(Text(f"and {len(status.sessions) - SESSIONS_SHOWN} more sessions"))
+    is_narrow = room.width < NARROW
+    rest = REST_OF_NARROW if is_narrow else REST_OF_WIDE
+    shown = max(1, min(SESSIONS_SHOWN, room.height - rest))
+    sessions = _sessions(status, shown, is_narrow=is_narrow)
+    parts: list[RenderableType] = [head, figures, Text(), sessions]
+    if len(status.sessions) > shown:
+        parts.append(Text(f"and {len(status.sessions) - shown} more sessions"))
     parts += [Text(), Text("Ctrl-C ends this", "dim")]
     return Group(*parts)
 
@@ -203,23 +209,29 @@ def _occupancy(pool: pb.PoolStatus) -> str:
     return f"{used} of {size(pool.bytes)}, {pool.slots_ready} blocks"
 
 
-def _sessions(status: pb.StatusResponse) -> Table | Text:
+def _sessions(status: pb.StatusResponse, shown: int, *, is_narrow: bool) -> Table | Text:
     if not status.sessions:
         return Text("no sessions")  # in a column of a narrow terminal it would be cut
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("SESSION", "ENGINE", "RANKS", "TRANSPORT", "COPIER", "JOBS", "LEASES", "STATE"):
-        table.add_column(name)
-    for session in status.sessions[:SESSIONS_SHOWN]:
+    gap = 1 if is_narrow else 2
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    copying = () if is_narrow else ("TRANSPORT", "COPIER", "JOBS", "LEASES")
+    for name in ("SESSION", "ENGINE", "RANKS", *copying, "STATE"):
+        gives_way = name in ("ENGINE", "TRANSPORT", "COPIER")  # the first is as long as it likes
+        table.add_column(name, no_wrap=not gives_way, min_width=len(name))
+    for session in status.sessions[:shown]:
         transports = sorted({rank.transport for rank in session.ranks})
         copiers = sorted({rank.copier for rank in session.ranks})
-        table.add_row(
-            str(session.session_id),
-            Text(printable(session.engine_id)),
-            f"{len(session.ranks)}/{session.world_size}",
+        copies = (
             ", ".join(transports) or "-",
             ", ".join(copiers) or "-",
             str(session.jobs_in_flight),
             str(session.leases),
+        )
+        table.add_row(
+            str(session.session_id),
+            Text(printable(session.engine_id), no_wrap=True, overflow="ellipsis"),
+            f"{len(session.ranks)}/{session.world_size}",
+            *(() if is_narrow else copies),
             "usable" if session.usable else "waiting for ranks",
         )
     return table

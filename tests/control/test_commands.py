@@ -455,7 +455,8 @@ def test_the_live_screen_names_sessions_and_what_moved(
     since = watching.moved(before, now)
     assert since is not None
     assert (since.evicted_per_s, since.stored_per_s) == (7, 3e9)
-    Console(width=120).print(watching.screen(now, since))
+    console = Console(width=120)
+    console.print(watching.screen(now, since, console.size))
     shown = capsys.readouterr().out
     for wanted in ("[red]engine", "host-shm", "7 blocks/s", "3.00 GB/s", "1/2"):
         assert wanted in shown
@@ -469,8 +470,29 @@ def test_the_live_screen_says_that_there_are_no_sessions_on_a_narrow_terminal(
     from rich.console import Console
 
     nothing = watching.Glance(operator_pb2.StatusResponse(), 1.0)
-    Console(width=40).print(watching.screen(nothing, None))
+    console = Console(width=40)
+    console.print(watching.screen(nothing, None, console.size))
     assert "no sessions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_live_screen_says_of_each_session_it_shows_whether_it_is_usable_and_counts_the_rest(
+    columns: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    status = operator_pb2.StatusResponse(version="0.1.0", state="ready", uptime_seconds=1e5)
+    for number in range(200):
+        session = status.sessions.add(session_id=number, engine_id="e" * 200, world_size=2)
+        session.ranks.add(transport="host_shm", copier="native-avx512")
+    console = Console(width=columns, height=24)
+    console.print(watching.screen(watching.Glance(status, 1.0), None, console.size))
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 24
+    sessions = shown.count("waiting for ranks")
+    assert sessions > 5
+    assert shown.count("1/2") == sessions
+    assert f"and {200 - sessions} more sessions" in shown
 
 
 def test_every_command_helps_and_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
