@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import stat
 from collections import deque
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def require_own(wanted: Wanted) -> None:
         if found.st_mode & _WRITE_BY_OTHERS:
             raise wanted.refused(
                 f"others may write to it (mode {_mode(found)}); make it the daemon's alone"
-                f" (chmod 0700 {place}), once nothing of others is in it"
+                f" (chmod 0700 {_quoted(place)}), once nothing of others is in it"
             )
         _require_own_entries(wanted, directory, place)
     finally:
@@ -157,7 +158,8 @@ def _require_steady(wanted: Wanted, path: Path, found: os.stat_result) -> None:
     if found.st_mode & _WRITE_BY_OTHERS and not found.st_mode & stat.S_ISVTX:
         raise wanted.refused(
             f"others may write to {path} (mode {_mode(found)}) and so replace what is in it;"
-            f" take that away (chmod go-w {path}), or set the sticky bit (chmod +t {path})"
+            f" take that away (chmod go-w {_quoted(path)}), or set the sticky bit (chmod +t"
+            f" {_quoted(path)})"
         )
 
 
@@ -221,3 +223,8 @@ def _entries(directory: int) -> Iterator[tuple[str, os.stat_result]]:
 
 def _mode(found: os.stat_result) -> str:
     return f"{stat.S_IMODE(found.st_mode):04o}"
+
+
+def _quoted(path: Path) -> str:
+    """As a shell takes it for one word."""
+    return shlex.quote(str(path))

@@ -9,6 +9,7 @@ limit count it, unless its control group was told to.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -42,7 +43,8 @@ class SpaceFigures:
     """What is there, in bytes. `held`: what the pool's own files take already.
 
     standing: there is a pool already, which may have spent some of its reserve.
-    extents_free: of the extents' file system where that is not the tables' own.
+    filesystem_others: what is not the pool's on the tables' file system.
+    extents_free, extents_others: of the extents' file system where that is not the tables' own.
     huge: where that is a hugetlbfs.
     """
 
@@ -54,6 +56,8 @@ class SpaceFigures:
     extents_free: int | None = None
     huge: HugeFigures | None = None
     standing: bool = False
+    filesystem_others: int = 0
+    extents_others: int = 0
 
     @property
     def held(self) -> int:
@@ -104,13 +108,17 @@ def measure(config: PoolConfig) -> SpaceFigures:
         memory_limit(),
         standing=(config.directory / "pool.header").exists(),
     )
-    if tables.stat().st_dev == extents.stat().st_dev:
+    together = tables.stat().st_dev == extents.stat().st_dev
+    held = found.held if together else found.tables_held
+    found = replace(found, filesystem_others=max(0, _used(fs) - held))
+    if together:
         return found
     fs = os.statvfs(extents)
     free = fs.f_bavail * fs.f_frsize
     mount = mount_of(extents)
     if mount is None or mount.fs_type != HUGETLBFS:
-        return replace(found, extents_free=free)
+        others = max(0, _used(fs) - found.extents_held)
+        return replace(found, extents_free=free, extents_others=others)
     # A mount without a size says 0 blocks; one with min_size has pages promised to itself.
     kernel = huge_pages_free(fs.f_bsize, promised="min_size=" in mount.options)
     free = min(free, kernel) if fs.f_blocks else kernel
@@ -121,6 +129,20 @@ def measure(config: PoolConfig) -> SpaceFigures:
     return replace(found, extents_free=free, huge=huge)
 
 
+def _used(fs: os.statvfs_result) -> int:
+    return (fs.f_blocks - fs.f_bavail) * fs.f_frsize
+
+
+def _remount(directory: Path, option: str) -> str:
+    """The command that gives another option to the file system that a directory is, or will be,
+    on.
+    """
+    point = standing_of(directory).resolve()
+    while not point.is_mount():
+        point = point.parent
+    return f"mount -o remount,{option} {shlex.quote(str(point))}"
+
+
 def require_space(config: PoolConfig, figures: SpaceFigures) -> None:
     """PoolError with the figures and the fix where the pool and its tables don't fit."""
     extents = config.extents * config.extent_bytes
@@ -129,12 +151,12 @@ def require_space(config: PoolConfig, figures: SpaceFigures) -> None:
     need = tables + (extents if together else 0)
     held = figures.held if together else figures.tables_held
     if figures.filesystem_free + held < need:
+        whole = _whole_mib(config, figures.filesystem_others, together=together)
         raise PoolError(
             f"{_need(config)}, but the file system of {config.directory} has"
             f" {_size(figures.filesystem_free + held)} ({_size(held)} of it held by the pool"
             f" already){'' if together else f' for its {_size(need)} of tables'}: enlarge it"
-            f" (mount -o remount,size={_whole_mib(config, together=together)}m, or an emptyDir's"
-            " sizeLimit)"
+            f" ({_remount(config.directory, f'size={whole}m')}, or an emptyDir's sizeLimit)"
             " or lower the pool's size"
         )
     if figures.extents_free is not None:
@@ -142,21 +164,23 @@ def require_space(config: PoolConfig, figures: SpaceFigures) -> None:
     _require_memory(config, figures)
 
 
-def _whole_mib(config: PoolConfig, *, together: bool) -> int:
+def _whole_mib(config: PoolConfig, others: int, *, together: bool) -> int:
     """MiB that hold all that the pool may want of its file system, not only what a start needs:
-    its reserve, and the table of checksums that it goes without where there is no room.
+    its reserve, and the table of checksums that it goes without where there is no room; and what
+    others have there, in bytes.
     """
     summed = config.payload_checksums or config.checksums_chosen
     whole = replace(config, payload_checksums=summed)
     extents = config.extents * config.extent_bytes if together else 0
-    return -(-(extents + whole.table_bytes + whole.reserve_bytes) // (1 << 20))
+    return -(-(others + extents + whole.table_bytes + whole.reserve_bytes) // (1 << 20))
 
 
 def _require_extents(config: PoolConfig, figures: SpaceFigures, room: int) -> None:
     """The extents' own file system holds them, and no limit on huge pages stands in the way."""
     need, huge = config.extents * config.extent_bytes, figures.huge
     if room < need:
-        fix = f"mount -o remount,size={-(-need // (1 << 20))}m"
+        whole = -(-(figures.extents_others + need) // (1 << 20))
+        fix = _remount(config.extents_place, f"size={whole}m")
         if huge is not None:
             fix = (
                 f"{-(-need // huge.page)} huge pages of {_size(huge.page)}: sysctl vm.nr_hugepages"
@@ -203,15 +227,19 @@ def require_new_files(config: PoolConfig) -> None:
     Asked before an earlier pool is given up for them.
     """
     lacking: dict[int, int] = {}
+    places: dict[int, Path] = {}
     for place, count in _lacking(config):
-        above = standing_of(place)
-        fs, device = os.statvfs(above), above.stat().st_dev
+        device = standing_of(place).stat().st_dev
         lacking[device] = lacking.get(device, 0) + count
-        if fs.f_files and fs.f_favail < lacking[device]:  # some count none
+        places.setdefault(device, place)
+    for device, place in places.items():
+        fs, count = os.statvfs(standing_of(place)), lacking[device]
+        if fs.f_files and fs.f_favail < count:  # some count none
+            enough = fs.f_files - fs.f_favail + count
             raise PoolError(
                 f"the file system of {place} takes {fs.f_favail} more files, and a pool of"
-                f" {config.extents} extents needs {lacking[device]}: allow it more (mount -o"
-                " remount,nr_inodes=) or raise extent_bytes"
+                f" {config.extents} extents needs {count}: allow it more"
+                f" ({_remount(place, f'nr_inodes={enough}')}) or raise extent_bytes"
             )
     limit = most_file_bytes()
     extents = ExtentFiles(config.extents_place, 0, config.extent_bytes)
@@ -308,7 +336,8 @@ def mount_command(config: PoolConfig) -> str:
     size = -(-(extents + config.table_bytes + config.reserve_bytes) // (1 << 20))
     user = os.geteuid()
     owner = f",uid={user}" if user else ""
-    return f"mount -t tmpfs -o size={size}m,mode=0700{owner} kvd {config.directory}"
+    point = shlex.quote(str(config.directory))
+    return f"mount -t tmpfs -o size={size}m,mode=0700{owner} kvd {point}"
 
 
 def standing_of(directory: Path) -> Path:

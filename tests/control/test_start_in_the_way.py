@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -350,3 +351,33 @@ def serve_behind(behind: tuple[str, ...], *words: str) -> subprocess.CompletedPr
         check=False,
         timeout=60,
     )
+
+
+@pytest.mark.parametrize("short", ["bytes", "files"])
+def test_the_command_that_is_advised_makes_the_room_whatever_others_have_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], short: str
+) -> None:
+    more = ",nr_inodes=8" if short == "files" else ""
+    with small_tmpfs(tmp_path / "a pool's", 60 << 20, more) as mount:
+        if short == "bytes":
+            (mount / "a neighbour's").write_bytes(bytes(40 << 20))
+        flags = {"--pool-directory": str(mount / "pool"), "--pool-bytes": "32MiB"}
+        flags |= {"--socket": str(tmp_path / "kvd.sock"), "--http-port": "0"}
+        check = ["serve", "--check", *(word for pair in flags.items() for word in pair)]
+        assert main(check) == 3
+        said = capsys.readouterr().out
+        (advised,) = re.findall(r"\((mount -o remount,.*?)(?:\)|, or)", said)
+        subprocess.run(["sh", "-c", advised], check=True, timeout=30)
+        assert main(check) == 0, capsys.readouterr().out
+
+
+def test_what_stands_where_the_pools_directory_is_to_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    flags = ["--pool-directory", str(tmp_path / "file" / "pool"), "--http-port", "0"]
+    assert main(["serve", "--check", *flags, "--socket", str(tmp_path / "kvd.sock")]) == 3
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/file is no directory" in said
+    assert "fix: remove that, or name another pool_directory" in said
+    assert "mkdir" not in said

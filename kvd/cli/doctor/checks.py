@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -158,8 +159,13 @@ def _absent(on: Subject) -> Iterator[Diagnosis]:
     pool = on.pool
     above = standing_of(pool.directory)
     problem = f"pool_directory {pool.directory} is not there"
-    fix = f"mount a tmpfs there: mkdir -p {pool.directory} && {mount_command(pool)}"
-    if on.before_start and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+    made = f"mkdir -p {shlex.quote(str(pool.directory))}"
+    fix = f"mount a tmpfs there: {made} && {mount_command(pool)}"
+    if not above.is_dir():
+        problem += f", and {above} is no directory"
+        yield Diagnosis("shared memory", problem, "remove that, or name another pool_directory")
+        return
+    if on.before_start and not os.access(above, os.W_OK | os.X_OK):
         problem += f", and uid {os.geteuid()} can't make it in {above}"
         yield Diagnosis("shared memory", problem, fix)
         return
