@@ -68,6 +68,7 @@ class Orphan:
 
 def own_places(config: PoolConfig) -> None:
     """Have the pool's directories to ourselves; PoolError where that can't be."""
+    require_apart(config)
     _own(Wanted("pool_directory", config.directory))
     if config.extents_directory is not None:
         _own(Wanted("extents_directory", config.extents_directory))
@@ -93,6 +94,23 @@ def require_writable(extents_directory: Path) -> None:
     """PoolError where this user may make no files there."""
     if not os.access(extents_directory, os.W_OK | os.X_OK):
         raise PoolError(f"extents_directory {extents_directory} can't be written to: {CLOSED_FIX}")
+
+
+def require_apart(config: PoolConfig) -> None:
+    """PoolError where a directory is another pool's, or in one: whose daemon is away would lose its
+    extents to this pool, and this pool its files to whoever removes that one.
+    """
+    own = config.directory.resolve()
+    wanted = {"pool_directory": own}
+    if config.extents_directory is not None:
+        wanted["extents_directory"] = config.extents_directory.resolve()
+    for setting, place in wanted.items():
+        for above in (place, *place.parents):
+            if above != own and os.path.lexists(above / "pool.header"):
+                raise PoolError(
+                    f"{setting} {place} is in the directory of another pool, {above}: name one that"
+                    " is not, or remove that pool's files where nobody needs them"
+                )
 
 
 def require_files(config: PoolConfig) -> None:

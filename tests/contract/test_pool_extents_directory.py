@@ -95,20 +95,28 @@ def test_two_pools_at_once_can_not_share_a_directory_of_extents(elsewhere: PoolC
         assert pool.extents == other.extents
 
 
-def test_a_pool_can_not_take_the_extents_inside_another_ones_directory(
-    elsewhere: PoolConfig,
+@pytest.mark.parametrize("which", ["its extents", "its directory", "a directory in it"])
+def test_a_pool_takes_no_place_in_another_ones_directory_whether_that_is_in_use_or_not(
+    elsewhere: PoolConfig, which: str
 ) -> None:
     within = replace(elsewhere, extents_directory=None)
     fill(within)
-    thief = replace(
-        elsewhere,
-        directory=elsewhere.directory.with_name("other"),
-        extents_directory=within.extents_place,
+    other = within.directory.with_name("other")
+    thief = {
+        "its extents": replace(within, directory=other, extents_directory=within.extents_place),
+        "its directory": replace(within, directory=other, extents_directory=within.directory),
+        "a directory in it": replace(within, directory=within.directory / "new" / "pool"),
+    }[which]
+    refused = pytest.raises(
+        PoolError, match=f"in the directory of another pool, {within.directory}"
     )
     with opened(within) as pool:
-        with pytest.raises(PoolError, match="in use by another kvd"):
+        with refused:
             Pool.open(thief, none)
         assert not pool.cold_reason
+    with refused:
+        Pool.open(thief, none)
+    assert not thief.directory.exists()
     with opened(within) as pool:
         assert not pool.cold_reason
 

@@ -36,7 +36,7 @@ from kvd.pool.capacity_check import (
 )
 from kvd.pool.choices import settled
 from kvd.pool.config import PoolConfig, PoolError
-from kvd.pool.ownership import refuse_owned, require_files, require_writable
+from kvd.pool.ownership import refuse_owned, require_apart, require_files, require_writable
 from kvd.processes import extras
 from kvd.tiers.kinds import check_options, require_library
 from kvd.tiers.store import LibraryMissing, TierUnusable
@@ -82,6 +82,8 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
     """The pool's directories: there, in memory, the daemon's alone, and large enough."""
     directory = on.pool.directory
     try:
+        if on.before_start:
+            require_apart(on.pool)
         if not directory.exists():
             yield from _absent(on)
             return
