@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -376,3 +377,21 @@ def test_limits_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
     assert limits.kernel_release("6.1.0-18-amd64") == (6, 1)
     assert "nothing.so" in limits.why_not_loaded("nothing.so")
     assert System.read().processor
+
+
+def test_of_a_daemon_that_does_not_answer_no_other_place_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own was given by flags, and what the settings name is not there."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'pool_directory = "{tmp_path}/none"\n')
+    with daemon() as running:
+        command = ["doctor", "--socket", running.socket, "--config", str(file)]
+        os.kill(running.pid, signal.SIGSTOP)
+        try:
+            assert main([*command, "--timeout", "0.5"]) == 3
+        finally:
+            os.kill(running.pid, signal.SIGCONT)
+    said = capsys.readouterr().out
+    assert "does not answer in time" in said
+    assert "shared memory" not in said

@@ -81,6 +81,8 @@ class Subject:
 def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
     """The pool's directories: there, in memory, the daemon's alone, and large enough."""
     directory = on.pool.directory
+    if not on.before_start and on.status is None and _is_answered(on):
+        return  # it has a place, by flags perhaps, and is in no state to tell which
     try:
         if on.before_start:
             require_apart(on.pool)
