@@ -292,6 +292,22 @@ def test_it_fits_a_narrow_window(shown: Browser) -> None:
 
 
 @wants_a_browser
+def test_words_under_a_plot_do_not_overlap_on_a_telephone(shown: Browser) -> None:
+    shown.look(dark=False, width=360, height=900)
+    shown.wait("document.querySelector('#curve').clientWidth < 360", "the new width")
+    shown.value("dispatchEvent(new Event('resize'))")
+    overlapping = (
+        "[...document.querySelectorAll('svg')].flatMap((svg) => {"
+        " const low = Math.max(...[...svg.querySelectorAll('text')].map((t) => t.getBBox().y));"
+        " const boxes = [...svg.querySelectorAll('text')].map((t) => t.getBBox())"
+        ".filter((box) => box.y > low - 4).sort((a, b) => a.x - b.x);"
+        " return boxes.slice(1).filter((box, i) => boxes[i].x + boxes[i].width > box.x); }).length"
+    )
+    assert shown.value("document.querySelectorAll('svg').length") >= 3
+    shown.wait(f"{overlapping} === 0", "words that stand apart")
+
+
+@wants_a_browser
 def test_the_figures_under_the_pointer_are_told(shown: Browser) -> None:
     shown.look(dark=False)
     shown.value("dispatchEvent(new Event('resize'))")
