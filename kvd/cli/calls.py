@@ -82,6 +82,11 @@ def said_plainly(place: str) -> Iterator[None]:
             said = f"the daemon on {place} refused: {describe(error)}"
             raise Failure(said, EXIT_REFUSED) from None
         said = f"the daemon on {place} did not answer: {describe(error)}"
+        if os.path.lexists(f"{place}.companion") and not os.path.lexists(place):
+            said = (
+                f"a daemon runs, and {place} is not there: it begins, or somebody removed it; wait"
+                " until it has begun, and if it has, restart it (systemctl restart kvd)"
+            )
         raise Failure(said, EXIT_FAILED) from None
 
 

@@ -344,6 +344,10 @@ def test_a_daemon_whose_socket_was_removed_is_to_be_restarted_not_started(
         said = capsys.readouterr().out
         assert "somebody removed it" in said
         assert "systemctl restart kvd" in said
+        assert main(["status", "--socket", running.socket]) == 1
+        said = capsys.readouterr().err
+        assert "somebody removed it" in said
+        assert "restart it (systemctl restart kvd)" in said
 
 
 @pytest.mark.usefixtures("quiet")
