@@ -106,11 +106,20 @@ def require_apart(config: PoolConfig) -> None:
         wanted["extents_directory"] = config.extents_directory.resolve()
     for setting, place in wanted.items():
         for above in (place, *place.parents):
-            if above != own and os.path.lexists(above / "pool.header"):
+            if above != own and _has_own_pool(above):
                 raise PoolError(
                     f"{setting} {place} is in the directory of another pool, {above}: name one that"
                     " is not, or remove that pool's files where nobody needs them"
                 )
+
+
+def _has_own_pool(directory: Path) -> bool:
+    """False of a header that another user made: in a directory like /dev/shm anyone may."""
+    try:
+        found = (directory / "pool.header").lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def require_files(config: PoolConfig) -> None:

@@ -305,6 +305,21 @@ def test_extents_on_a_disk_are_refused_unless_allowed(
         assert pool.extents == orders.EXTENTS
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_pool_whose_place_is_below_what_another_user_made_is_taken(
+    shared_directory: Path,
+) -> None:
+    """Anyone may put a file of that name in /dev/shm, say."""
+    header = shared_directory / "pool.header"
+    header.touch()
+    config = PoolConfig(shared_directory / "pool", 2 * EXTENT_BYTES, EXTENT_BYTES)
+    with pytest.raises(PoolError, match="in the directory of another pool"):
+        Pool.open(config, none)
+    os.chown(header, 65534, 65534)
+    with opened(config) as pool:
+        assert pool.extents == 2
+
+
 def test_an_extent_of_another_pool_in_the_same_place_is_not_mapped(tmp_path: Path) -> None:
     ours = tmp_path / "extents"
     ours.mkdir()
