@@ -183,7 +183,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if user is None:
             raise no_peer()
         self._intake.calls.take(user, operates=self._operates(user))
-        call: Any = context  # the stubs say that a callback is no function
+        # The task ends when the status is sent. A callback of the context's would leave what gRPC
+        # has for the call in a circle.
+        call = asyncio.current_task()
+        assert call is not None, "a call runs in a task"
         call.add_done_callback(lambda _: self._intake.calls.give_back(user))
         return user
 

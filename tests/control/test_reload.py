@@ -451,8 +451,10 @@ async def test_others_have_their_turns_while_thousands_of_quotas_change(tmp_path
     async def none_lost(_pace: object) -> None:
         """No user has lost a tenant."""
 
-    common = SimpleNamespace(end_other_tenants=none_lost, terms=terms)
-    control: Any = SimpleNamespace(driver=driver, tenants=TenantPolicy(), common=common)
+    common = SimpleNamespace(end_other_tenants=none_lost, terms=terms, draining=False)
+    control: Any = SimpleNamespace(
+        driver=driver, tenants=TenantPolicy(), common=common, stopping=False
+    )
     reloading = asyncio.ensure_future(reloader.reload(control))
     seen: set[int] = set()
     while not reloading.done():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
 
 from kvd.control import convert
 from kvd.control.access.peers import Context, Peers, no_peer
@@ -69,8 +68,7 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
 
         self._watchers.take(peer.uid, operates=self._namespaces.operates(peer))
         # Not before: a message that the caller does not take stays in gRPC, whoever gave it up.
-        call: Any = context  # the stubs say that a callback is no function
-        call.add_done_callback(lambda _: self._watchers.give_back(peer.uid))
+        watching.add_done_callback(lambda _: self._watchers.give_back(peer.uid))
         # By itself, and not given up: what is takes the metadata with it, and then the call's
         # status can't be sent.
         await context.send_initial_metadata(())
