@@ -62,6 +62,7 @@ class LookupQueue:
         self._is_busy = False  # the last step computed something: others wait behind a lookup
         self._stake_s: float | None = None  # of this step, once somebody had to know
         self.pace = TokenPace()
+        self.spare_tokens = 1  # at a prompt's end, that the engine does not load
         self._renewed_s = 0.0
         self._renewed_generation = 0
         self.released_leases: list[int] = []  # to go with the next step
@@ -571,7 +572,7 @@ class LookupQueue:
 
     def _cap_tokens(self, request: Request, computed_tokens: int) -> int:
         """At least one token stays to be computed, unless the engine sees to that itself."""
-        cap = request.num_tokens - request.spare_tokens
+        cap = request.num_tokens - self.spare_tokens
         if request.params.max_load_tokens is not None:
             cap = min(cap, computed_tokens + max(0, request.params.max_load_tokens))
         return cap

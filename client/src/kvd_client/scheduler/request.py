@@ -107,7 +107,6 @@ class Request:
     lookup: Lookup = field(default_factory=Lookup)
     computed_tokens: int = 0  # the device's own prefix, as last asked with
     hit_tokens: int = 0  # of the last lookup, from the prompt's start
-    spare_tokens: int = 1  # at its end, that the engine does not load
     max_hit_tokens: int | None = None  # the engine's own bound on it
     next_store: list[int] = field(default_factory=list)
     offered: list[int] = field(default_factory=list)  # up to here before, where it is offered again

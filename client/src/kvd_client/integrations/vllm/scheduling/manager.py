@@ -111,14 +111,12 @@ class KvdManager(OffloadingManager):
         """Use this connection from now on; once, before any request is tracked."""
         self._connection = connection
         self._queue = LookupQueue(connection, connection.namespace, self._options, self._clock)
+        # With full attention alone vLLM loads whole prompts, and computes the last token anew.
+        groups = connection.namespace.groups
+        is_full = all(g.kind is GroupKind.FULL_ATTENTION and not g.drafter for g in groups)
+        self._queue.spare_tokens = 0 if is_full else 1
         self.steps = StepSender(connection, self._options, self._clock)
         self.stats.watch_lookups(self._queue.given_up)
-
-    @property
-    def _spare_tokens(self) -> int:
-        """With full attention alone vLLM loads whole prompts, and computes the last token anew."""
-        groups = () if self._connection is None else self._connection.namespace.groups
-        return int(any(g.drafter or g.kind is not GroupKind.FULL_ATTENTION for g in groups))
 
     @property
     def is_open(self) -> bool:
@@ -154,7 +152,6 @@ class KvdManager(OffloadingManager):
         """Ask for the request's blocks; nobody waits for the answer."""
         request = self.tracked(req_context).request
         request.hashes, request.num_tokens, _ = prompt
-        request.spare_tokens = self._spare_tokens
         if self._is_too_short(prompt):
             return
         if self.enter_session() is not None and self._queue is not None:
@@ -165,7 +162,6 @@ class KvdManager(OffloadingManager):
         tracked = self.tracked(req_context)
         tracked.request.num_tokens = prompt.num_tokens
         tracked.request.computed_tokens = prompt.computed_tokens
-        tracked.request.spare_tokens = self._spare_tokens
         self.begin_anew(req_context)
         if self._queue is None or self._is_too_short(prompt):
             return Knowledge.NOTHING
