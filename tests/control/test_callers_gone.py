@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ import grpc
 import pytest
 
 from kvd.control.access import intake
-from kvd.control.rpc import CallInterceptor
-from kvd.runtime.turns import FairQueue
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 from kvd_proto.v1 import (
     engine_pb2,
@@ -25,23 +23,8 @@ from kvd_proto.v1 import (
 )
 from tests.control.daemon_rig import RawScheduler, daemon, query
 from tests.control.raw_http2 import RawHttp2, message
+from tests.control.served_calls import EndsOfCalls, served
 from tests.waiting import wait_until
-
-USER = 7
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
-
-
-class Observer:
-    """Knows how calls have ended."""
-
-    def __init__(self) -> None:
-        self.ends: asyncio.Queue[str] = asyncio.Queue()
-
-    def call_ended(self, _method: str, code: str, _seconds: float) -> None:
-        self.ends.put_nowait(code)
-
-    def refused(self, reason: str) -> None:
-        self.ends.put_nowait(reason)
 
 
 class LateWriter(events_pb2_grpc.EventServiceServicer):
@@ -55,35 +38,18 @@ class LateWriter(events_pb2_grpc.EventServiceServicer):
             await context.write(events_pb2.WatchEventsResponse(sequence=2))
 
 
-@contextlib.asynccontextmanager
-async def served(path: Path, observer: Any, servicer: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel, with the smallest windows, to a server of this service."""
-    calls = CallInterceptor(observer, lambda _: None, FairQueue(), lambda _: USER, lambda _: False)
-    server = grpc.aio.server(interceptors=[calls])
-    if isinstance(servicer, LargeAnswer):
-        operator_pb2_grpc.add_OperatorServiceServicer_to_server(servicer, server)
-    else:
-        events_pb2_grpc.add_EventServiceServicer_to_server(servicer, server)
-    server.add_insecure_port(f"unix:{path}")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"unix:{path}", SMALL_WINDOW) as channel:
-            yield channel
-    finally:
-        await server.stop(None)
-
-
 async def test_a_message_to_a_watcher_that_has_gone_is_no_failure_of_the_daemons(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    observer: Any = Observer()
-    async with served(tmp_path / "sock", observer, LateWriter()) as channel:
+    observer = EndsOfCalls()
+    add_late_writer = partial(events_pb2_grpc.add_EventServiceServicer_to_server, LateWriter())
+    async with served(tmp_path / "sock", observer, add_late_writer) as channel:
         call = events_pb2_grpc.EventServiceStub(channel).WatchEvents(
             events_pb2.WatchEventsRequest()
         )
         assert (await call.read()).sequence == 1
         call.cancel()
-        assert await asyncio.wait_for(observer.ends.get(), 10) == "CANCELLED"
+        assert await observer.next_end() == "CANCELLED"
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
@@ -99,8 +65,11 @@ async def test_a_call_whose_answer_is_not_taken_counts_among_its_users(
 ) -> None:
     """In gRPC it was held: there could be one on each stream of each connection."""
     monkeypatch.setattr(intake, "MAX_CALLS_OF_A_USER", 1)
-    observer: Any = Observer()
-    async with served(tmp_path / "sock", observer, LargeAnswer()) as channel:
+    observer = EndsOfCalls()
+    add_large_answer = partial(
+        operator_pb2_grpc.add_OperatorServiceServicer_to_server, LargeAnswer()
+    )
+    async with served(tmp_path / "sock", observer, add_large_answer) as channel:
         status = channel.unary_stream(
             "/kvd.v1.OperatorService/Status",
             request_serializer=operator_pb2.StatusRequest.SerializeToString,
@@ -112,7 +81,7 @@ async def test_a_call_whose_answer_is_not_taken_counts_among_its_users(
             return str(taken.state)
 
         slow = status(operator_pb2.StatusRequest())
-        assert await asyncio.wait_for(observer.ends.get(), 10) == "OK"
+        assert await observer.next_end() == "OK"
         refused = status(operator_pb2.StatusRequest())
         await asyncio.wait_for(refused.read(), 10)  # an empty one comes with an error
         assert await asyncio.wait_for(refused.code(), 10) == grpc.StatusCode.RESOURCE_EXHAUSTED

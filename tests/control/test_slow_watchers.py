@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,32 +17,15 @@ import pytest
 from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespaces import Namespaces
-from kvd.control.rpc import CallInterceptor
 from kvd.control.services import events
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.runtime.event_log import Change, ChangeKind, EventLog
 from kvd.runtime.turns import FairQueue
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
+from tests.control.served_calls import USER, EndsOfCalls, served
 
-USER = 7
 KEYS = 16384  # of one change: more bytes than gRPC sends, or keeps, for who reads nothing
-# What HTTP/2 holds for a client that doesn't read: as little as may be, and no more later.
-SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384))
 REQUEST = events_pb2.WatchEventsRequest()
-
-
-class Observer:
-    """Knows how calls have ended, and why."""
-
-    def __init__(self) -> None:
-        self.ends: asyncio.Queue[str] = asyncio.Queue()
-        self.reasons: list[str] = []
-
-    def call_ended(self, _method: str, code: str, _seconds: float) -> None:
-        self.ends.put_nowait(code)
-
-    def refused(self, reason: str) -> None:
-        self.reasons.append(reason)
 
 
 def new_peer() -> Peer:
@@ -62,17 +46,10 @@ async def watched(
     )
     peer = new_peer()
     peers = peers or SimpleNamespace(behind=lambda _: peer)
-    calls = CallInterceptor(observer, lambda _: None, FairQueue(), lambda _: USER, lambda _: False)
-    server = grpc.aio.server(interceptors=[calls])
     servicer = events.EventServicer(driver, Namespaces(driver, TenantPolicy(root=False)), peers)
-    events_pb2_grpc.add_EventServiceServicer_to_server(servicer, server)
-    server.add_insecure_port(f"unix:{path}")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"unix:{path}", SMALL_WINDOW) as channel:
-            yield events_pb2_grpc.EventServiceStub(channel)
-    finally:
-        await server.stop(None)
+    add_service = partial(events_pb2_grpc.add_EventServiceServicer_to_server, servicer)
+    async with served(path, observer, add_service) as channel:
+        yield events_pb2_grpc.EventServiceStub(channel)
 
 
 async def end_of(call: Any) -> tuple[str, str]:
@@ -90,10 +67,10 @@ async def test_a_watcher_that_takes_no_message_is_told_so_and_counts_until_it_is
 ) -> None:
     monkeypatch.setattr(events, "WRITE_SECONDS", 0.05)
     monkeypatch.setattr(events, "MAX_WATCHERS_OF_A_USER", 1)
-    observer = Observer()
+    observer = EndsOfCalls()
     async with watched(tmp_path / "sock", observer) as stub:
         slow = stub.WatchEvents(REQUEST)
-        assert await asyncio.wait_for(observer.ends.get(), 10) == "DEADLINE_EXCEEDED"
+        assert await observer.next_end() == "DEADLINE_EXCEEDED"
         said, code = await end_of(stub.WatchEvents(REQUEST))
         assert code == "RESOURCE_EXHAUSTED"
         assert "1 event watchers" in said, "what gRPC holds for the first counts"
@@ -117,12 +94,12 @@ async def test_a_watcher_without_its_companion_connection_is_told_so_and_counts_
         await deliver(*given)
 
     monkeypatch.setattr(events, "_deliver", tell_and_deliver)
-    observer, peers = Observer(), SimpleNamespace(behind=lambda _: next(callers))
+    observer, peers = EndsOfCalls(), SimpleNamespace(behind=lambda _: next(callers))
     async with watched(tmp_path / "sock", observer, peers) as stub:
         slow = stub.WatchEvents(REQUEST)
         await asyncio.wait_for(writing.wait(), 10)
         first.end()
-        assert await asyncio.wait_for(observer.ends.get(), 10) == "UNAUTHENTICATED"
+        assert await observer.next_end() == "UNAUTHENTICATED"
         _, code = await end_of(stub.WatchEvents(REQUEST))
         assert code == "RESOURCE_EXHAUSTED", "what gRPC holds for the first counts"
         said, code = await end_of(slow)

@@ -194,9 +194,7 @@ class Bucket:
             return Outcome.MISSING
         if not has_lengths_of(bytes(record), block):
             wipe(block)  # what came is of other parts, or of none
-            lengths = lengths_in(bytes(record))
-            is_whole = lengths is not None and size + sum(lengths) == total
-            return Outcome.MISSING if is_whole else Outcome.FAILED
+            return Outcome.MISSING if _tells_size(bytes(record), total) else Outcome.FAILED
         return Outcome.DONE if proves(bytes(record), block) else Outcome.FAILED
 
     def _is_whole(self, name: str, size: int) -> bool:
@@ -204,9 +202,7 @@ class Bucket:
         if not size:
             return False
         end = min(size, record_bytes(MAX_RANKS))
-        record = record_in(self._head(name, end))
-        lengths = lengths_in(record)
-        return lengths is not None and len(record) + sum(lengths) == size
+        return _tells_size(record_in(self._head(name, end)), size)
 
     def _head(self, name: str, size: int) -> bytes:
         """So many bytes of its beginning: no more are taken, whatever comes."""
@@ -464,6 +460,12 @@ class _answered:  # noqa: N801 - it reads as a statement
             self._bucket.note_unanswered(self.may_happen_late)
         self._bucket.note(_translated(error), self._began)
         raise _translated(error) from None
+
+
+def _tells_size(record: bytes, size: int) -> bool:
+    """Whether an object of so many bytes is as long as its record says."""
+    lengths = lengths_in(record)
+    return lengths is not None and len(record) + sum(lengths) == size
 
 
 def _meaning(error: Exception) -> type[OSError] | None:
