@@ -56,6 +56,11 @@ def place_of(given: SimpleNamespace) -> str:
     return socket
 
 
+def socket_gone(place: str) -> str:
+    """What is wrong where a daemon's companion socket is there, and its socket isn't."""
+    return f"a daemon runs, and {place} is not there: it begins, or somebody removed it"
+
+
 @contextmanager
 def said_plainly(place: str) -> Iterator[None]:
     """What goes wrong with a call becomes one line and an exit code."""
@@ -84,8 +89,8 @@ def said_plainly(place: str) -> Iterator[None]:
         said = f"the daemon on {place} did not answer: {describe(error)}"
         if os.path.lexists(f"{place}.companion") and not os.path.lexists(place):
             said = (
-                f"a daemon runs, and {place} is not there: it begins, or somebody removed it; wait"
-                " until it has begun, and if it has, restart it (systemctl restart kvd)"
+                f"{socket_gone(place)}; wait until it has begun, and if it has, restart it"
+                " (systemctl restart kvd)"
             )
         raise Failure(said, EXIT_FAILED) from None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import native
+from kvd.cli.calls import socket_gone
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.cli.pool_settings import pool_config
 from kvd.cli.status import how_it_flaps
@@ -250,7 +251,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
     elif not config.socket.exists() and _is_answered(on):
         yield Diagnosis(
             "socket",
-            f"a daemon runs, and {config.socket} is not there: it begins, or somebody removed it",
+            socket_gone(str(config.socket)),
             "wait until it has begun; if it has, restart it (systemctl restart kvd)",
         )
     else:
