@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
@@ -311,6 +312,19 @@ def test_a_namespace_that_is_not_there_is_refused(running: RunningDaemon) -> Non
         return next(iter(tool.operator.Record(request, metadata=tool.metadata, timeout=20)))
 
     assert refusal(first)[1] == "UNKNOWN_NAMESPACE"
+    tool.close()
+
+
+def test_a_reader_without_its_companion_connection_is_told_so(running: RunningDaemon) -> None:
+    tool = Caller(running.socket)
+    # The deadline only ends a test that fails.
+    stream = tool.operator.Record(operator_pb2.RecordRequest(), metadata=tool.metadata, timeout=20)
+    next(iter(stream))
+    tool.companion.close()
+    with pytest.raises(grpc.RpcError) as ended:
+        next(iter(stream))
+    assert ended.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "names no live companion connection" in str(ended.value.details())
     tool.close()
 
 

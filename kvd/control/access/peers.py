@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import enum
 import errno
 import fcntl
@@ -11,7 +13,7 @@ import select
 import socket
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,6 +298,33 @@ def no_peer() -> Unauthenticated:
         " companion socket first",
         TOKEN_KEY,
     )
+
+
+@contextlib.contextmanager
+def ends_with(peer: Peer) -> Iterator[None]:
+    """Within the block, for a stream: it is left with `no_peer` once the peer is gone.
+
+    A call may outlive its caller's companion connection. Cancelled, it would get no status and
+    never end, and hold what gRPC has for it.
+    """
+    streaming = asyncio.current_task()
+    assert streaming is not None, "a call runs in a task"
+    has_gone = False
+
+    def gone() -> None:
+        nonlocal has_gone
+        has_gone = True
+        streaming.cancel()
+
+    try:
+        peer.on_end(gone)
+        yield
+    except asyncio.CancelledError:
+        if not has_gone or streaming.uncancel():  # gRPC gives the call up, too
+            raise
+        raise no_peer() from None
+    finally:
+        peer.forget(gone)
 
 
 def on_behalf_of(context: Context) -> str | None:

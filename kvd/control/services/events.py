@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from kvd.control import convert
-from kvd.control.access.peers import Context, Peers, no_peer
+from kvd.control.access.peers import Context, Peers, ends_with
 from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
 from kvd.core.errors import InvalidArgument
@@ -59,12 +59,6 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         previous = request.after_sequence
         watching = asyncio.current_task()
         assert watching is not None, "a call runs in a task"
-        has_gone = False
-
-        def gone() -> None:
-            nonlocal has_gone
-            has_gone = True
-            watching.cancel()
 
         self._watchers.take(peer.uid, operates=self._namespaces.operates(peer))
         # Not before: a message that the caller does not take stays in gRPC, whoever gave it up.
@@ -73,25 +67,17 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         # status can't be sent.
         await context.send_initial_metadata(())
         try:
-            peer.on_end(gone)
-            async with contextlib.aclosing(log.watch(after, wanted, peer.uid)) as deliveries:
-                async for delivery in deliveries:
-                    reached = delivery.sequence
-                    await _deliver(context, delivery, log.incarnation, previous)
-                    previous = reached
-                    del delivery  # the next may be long in coming
+            with ends_with(peer):
+                async with contextlib.aclosing(log.watch(after, wanted, peer.uid)) as deliveries:
+                    async for delivery in deliveries:
+                        reached = delivery.sequence
+                        await _deliver(context, delivery, log.incarnation, previous)
+                        previous = reached
+                        del delivery  # the next may be long in coming
         except FellBehind:
             raise DeadlinePassed(
                 "the watcher took so long over its snapshot that it would have to begin again"
             ) from None
-        except asyncio.CancelledError:
-            if not has_gone or watching.uncancel():  # gRPC gives the call up, too
-                raise
-            # The call may outlive its companion connection: it ends with a status, once that and
-            # what came before are taken. Cancelled it would stay, and hold what gRPC has for it.
-            raise no_peer() from None
-        finally:
-            peer.forget(gone)
 
 
 async def _deliver(context: Context, delivery: Delivery, incarnation: bytes, previous: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvd.control import audit
-from kvd.control.access.peers import Context, Peer, Peers, on_behalf_of
+from kvd.control.access.peers import Context, Peer, Peers, ends_with, on_behalf_of
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespace import check_string
 from kvd.control.namespaces import Namespaces
@@ -154,24 +153,17 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         namespace = NamespaceId(0)
         if request.namespace_id:
             namespace = self._namespaces.require(peer, request.namespace_id)
-        recording_task = asyncio.current_task()
-        assert recording_task is not None, "a call runs in a task"
-
-        def gone() -> None:
-            recording_task.cancel()
-
+        # By itself, and not given up: see WatchEvents.
+        await context.send_initial_metadata(())
         with self._recorder.recording(namespace) as recording:
             audit.note("record", peer.uid, namespace=request.namespace_id or "all")
-            peer.on_end(gone)
-            try:
+            with ends_with(peer):
                 await write_all(
                     recording,
                     context,
                     self._driver.clock.now_ns(),
                     lambda: self._tenants.require_operator(peer),
                 )
-            finally:
-                peer.forget(gone)
 
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
         self._operator(context)
