@@ -137,7 +137,7 @@ def _remount(directory: Path, option: str) -> str:
     """The command that gives another option to the file system that a directory is, or will be,
     on.
     """
-    point = standing_of(directory).resolve()
+    point = Path(os.path.realpath(standing_of(directory)))
     while not point.is_mount():
         point = point.parent
     return f"mount -o remount,{option} {shlex.quote(str(point))}"

@@ -24,7 +24,8 @@ from kvd.processes.mappings import ExtentFiles
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 _ZEROS = bytes(1 << 20)
-_OURS = re.compile(r"\d{5,}\.kv|[0-9a-f]{32}\.pool")
+_MARK = r"[0-9a-f]{32}\.pool"
+_OURS = re.compile(rf"\d{{5,}}\.kv|{_MARK}")
 
 
 def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
@@ -74,6 +75,16 @@ def _remove(path: Path) -> None:
 def has_mark(directory: Path, mark: str) -> bool:
     """Whether the extents in a directory are those of the pool whose header says `mark`."""
     return (directory / f"{mark}.pool").exists()
+
+
+def is_marked(directory: Path) -> bool:
+    """Whether the extents of a pool of this user are in a directory, whichever pool that is."""
+    with contextlib.suppress(OSError), os.scandir(directory) as found:
+        for each in found:
+            own = each.stat(follow_symlinks=False).st_uid == os.geteuid()
+            if own and re.fullmatch(_MARK, each.name):
+                return True
+    return False
 
 
 class Extents:

@@ -24,7 +24,7 @@ from kvd.linux.own_directory import CLOSED, CLOSED_FIX, NotTrustedError, Wanted,
 from kvd.linux.proc import locker_of, mapped_inodes, start_time_of
 from kvd.pool import sealed_json
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
-from kvd.pool.extents import Extents, first_stranger, remove_files
+from kvd.pool.extents import Extents, first_stranger, is_marked, remove_files
 
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
 _LINE_BYTES = 128
@@ -100,23 +100,27 @@ def require_apart(config: PoolConfig) -> None:
     """PoolError where a directory is another pool's, or in one: whose daemon is away would lose its
     extents to this pool, and this pool its files to whoever removes that one.
     """
-    own = config.directory.resolve()
-    wanted = {"pool_directory": own}
-    if config.extents_directory is not None:
-        wanted["extents_directory"] = config.extents_directory.resolve()
-    for setting, place in wanted.items():
+    own = Path(os.path.realpath(config.directory))  # Path.resolve raises at a loop of links
+    extents = Path(os.path.realpath(config.extents_place))
+    of_extents = "extents_directory" if config.extents_directory is not None else "pool_directory"
+    for setting, place in (("pool_directory", own), (of_extents, extents)):
         for above in (place, *place.parents):
-            if above != own and _has_own_pool(above):
-                raise PoolError(
-                    f"{setting} {place} is in the directory of another pool, {above}: name one that"
-                    " is not, or remove that pool's files where nobody needs them"
-                )
+            if above != own and _has_own_file(above, "pool.header"):
+                raise _anothers(f"{setting} {place} is in the directory of another pool, {above}")
+    if is_marked(own) and not _has_own_file(own, "lock"):
+        raise _anothers(f"pool_directory {own} has the extents of another pool")
 
 
-def _has_own_pool(directory: Path) -> bool:
-    """False of a header that another user made: in a directory like /dev/shm anyone may."""
+def _anothers(what: str) -> PoolError:
+    return PoolError(
+        f"{what}: name one that is not, or remove that pool's files where nobody needs them"
+    )
+
+
+def _has_own_file(directory: Path, name: str) -> bool:
+    """False of one that another user made: in a directory like /dev/shm anyone may."""
     try:
-        found = (directory / "pool.header").lstat()
+        found = (directory / name).lstat()
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()

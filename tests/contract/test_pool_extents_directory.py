@@ -121,6 +121,41 @@ def test_a_pool_takes_no_place_in_another_ones_directory_whether_that_is_in_use_
         assert not pool.cold_reason
 
 
+def test_a_pool_is_not_put_where_another_ones_extents_are(elsewhere: PoolConfig) -> None:
+    fill(elsewhere)
+    thief = replace(elsewhere, directory=elsewhere.extents_place, extents_directory=None)
+    with pytest.raises(PoolError, match=f"{thief.directory} has the extents of another pool"):
+        Pool.open(thief, none)
+    with opened(elsewhere) as pool:
+        assert not pool.cold_reason
+
+
+def test_a_pool_whose_directory_would_be_the_extents_of_another_is_not_removed(
+    elsewhere: PoolConfig,
+) -> None:
+    around = replace(elsewhere, extents_directory=None)
+    around.directory.mkdir(mode=0o700)
+    within = replace(around, directory=around.extents_place)
+    fill(within)
+    with pytest.raises(PoolError, match=f"in the directory of another pool, {within.directory}"):
+        Pool.open(around, none)
+    with opened(within) as pool:
+        assert not pool.cold_reason
+
+
+@pytest.mark.parametrize("setting", ["directory", "extents_directory"])
+def test_a_link_to_itself_is_named(elsewhere: PoolConfig, setting: str) -> None:
+    loop = elsewhere.directory.with_name("loop")
+    loop.symlink_to(loop)
+    looped = (
+        replace(elsewhere, directory=loop)
+        if setting == "directory"
+        else replace(elsewhere, extents_directory=loop)
+    )
+    with pytest.raises(PoolError, match=f"{loop} is a link"):
+        Pool.open(looped, none)
+
+
 def test_extents_right_beside_the_tables_are_counted_once(elsewhere: PoolConfig) -> None:
     beside = replace(elsewhere, extents_directory=elsewhere.directory)
     fill(beside)
