@@ -18,6 +18,7 @@ import stat
 import struct
 import termios
 from collections.abc import Iterator
+from pathlib import Path
 
 MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
 MADV_POPULATE_WRITE = 23
@@ -134,6 +135,16 @@ def type_of(fd: int) -> int:
     if _libc.statx(fd, b"", flags, _STATX_TYPE, status) == 0:
         return stat.S_IFMT(_STATX_MODE.unpack_from(status, _STATX_MODE_AT)[0])
     return stat.S_IFMT(os.fstat(fd).st_mode)
+
+
+def anonymous_name_of(fd: int) -> str:
+    """What kind of anonymous inode a descriptor is open on, as eventfd; "" where it is on none."""
+    try:
+        target = str(Path(f"/proc/self/fd/{fd}").readlink())
+    except OSError:
+        return ""
+    prefix, _, name = target.partition("anon_inode:")
+    return "" if prefix else name.strip("[]")
 
 
 def prefer_memory_of(node: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -236,7 +237,8 @@ def test_holes_without_end_are_no_ranks_memory(worker: RawWorker) -> None:
 
 
 def test_an_export_of_device_memory_is_taken_though_it_shows_no_size(worker: RawWorker) -> None:
-    for fd in (os.eventfd(0), os.memfd_create("export")):  # an anonymous inode, shared memory
+    a_device = os.open("/dev/null", os.O_RDWR)
+    for fd in (a_device, os.memfd_create("export")):
         worker.companion.offer_memory(3, fd, device_memory=True)
         os.close(fd)
 
@@ -257,6 +259,19 @@ def test_what_can_be_no_export_of_device_memory_is_refused(worker: RawWorker) ->
         os.close(fd)
     said = refusal(lambda: worker.register(memories=[vmm(memory_token=3)], gpu_memory=ROOM))
     assert said[2] == "memories[0].memory_token"
+
+
+def test_an_anonymous_inode_that_no_driver_made_is_refused_by_name(worker: RawWorker) -> None:
+    with select.epoll() as poll:
+        fds = {
+            "eventpoll": os.dup(poll.fileno()),
+            "eventfd": os.eventfd(0),
+            "pidfd": os.pidfd_open(os.getpid()),
+        }
+    for name, fd in fds.items():
+        with pytest.raises(CompanionRefused, match=f"is of kind {name}, and so no export"):
+            worker.companion.offer_memory(3, fd, device_memory=True)
+        os.close(fd)
 
 
 def test_a_memory_taken_back_during_a_registration_reaches_no_mover() -> None:

@@ -23,7 +23,13 @@ from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
 from kvd.core.shares import Shares
-from kvd.linux.calls import SO_PEERPIDFD, is_sealed_against_writes, lies_in_memory, type_of
+from kvd.linux.calls import (
+    SO_PEERPIDFD,
+    anonymous_name_of,
+    is_sealed_against_writes,
+    lies_in_memory,
+    type_of,
+)
 from kvd_proto.v1 import companion_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,6 +39,11 @@ MAX_NAME_CHARACTERS = 256  # of it
 MAX_MEMORIES = 256
 MAX_MEMORIES_IN_ALL = 65536  # or half of what the daemon may have open
 _IDS = struct.Struct("iII")
+# Anonymous inodes that no driver makes, by name.
+_KERNELS_OWN = frozenset(
+    {"eventfd", "eventpoll", "fanotify", "inotify", "io_uring", "perf_event", "pidfd", "signalfd"}
+    | {"timerfd", "userfaultfd"}
+)
 MAX_REGISTRATIONS = 4096  # of one connection, one after the other
 
 
@@ -155,8 +166,15 @@ def accept_device_memory(fd: int) -> Memory:
     Control only holds it and hands it to a mover, whose driver says whether it knows it. Drivers
     export by a character device or an anonymous inode; neither blocks whoever closes it, nor does
     a file in shared memory. Sockets, pipes, terminals and files elsewhere are refused: to hold or
-    to close one may tie up others, or hang.
+    to close one may tie up others, or hang. So are the kernel's own anonymous inodes, by name.
     """
+    name = anonymous_name_of(fd)
+    if name in _KERNELS_OWN:
+        raise InvalidArgument(
+            f"the offered descriptor is of kind {name}, and so no export of device memory"
+            " (cuMemExportToShareableHandle, as a POSIX file descriptor)",
+            "device_memory",
+        )
     kind = type_of(fd)
     a_device = kind == stat.S_IFCHR and not os.isatty(fd)
     if not (a_device or kind == 0 or lies_in_memory(fd)):
