@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
@@ -87,6 +88,18 @@ def test_a_disk_that_is_ill_is_not_called_too_small(tmp_path: Path) -> None:
     files.fault = lambda call, _offset: errno.EIO if call == "reserve" else None
     with pytest.raises(TierUnusable, match=r"slab can't have .* bytes: Input/output error"):
         DiskStore(options_of(tmp_path / "disk", regions=4), files)
+
+
+def test_a_limit_of_the_size_of_files_is_named(tmp_path: Path) -> None:
+    options = options_of(tmp_path / "disk", regions=4)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # Python ignores the signal
+    try:
+        with pytest.raises(TierUnusable, match=r"raise LimitFSIZE= .*, which is 1048576 bytes"):
+            DiskStore(options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    DiskStore(options).close()
 
 
 class Refused(sqlite3.OperationalError):

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from kvd.linux.limits import most_file_bytes
 from kvd.tiers.disk.files import (
     Buffers,
     DiskFiles,
@@ -147,6 +148,9 @@ class Slab:
     def _without_room(self, size: int, error: OSError) -> TierUnusable:
         is_ill = error.errno in (errno.EIO, errno.EROFS)  # of whatever size
         fix = "" if is_ill else "; lower directory_bytes"
+        limit = most_file_bytes()
+        if error.errno == errno.EFBIG and limit is not None and limit < size:
+            fix += f", or raise LimitFSIZE= in the unit (ulimit -f), which is {limit} bytes"
         return self._unusable(f"can't have {size} bytes{fix}", error)
 
     def _require_room(self, size: int) -> None:
