@@ -66,6 +66,7 @@ STOPSIGNAL SIGTERM
 # Touching a large pool takes its time at the first start.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=5m --retries=3 \
   CMD ["kvd", "status", "--timeout", "5"]
-# No init is needed: control starts only movers, which are its children and which it reaps.
+# No init is needed: what kvd starts are its children, which it reaps. Orphans of an exec into the
+# container stay zombies until it ends: run it with --init where shells are left behind there.
 ENTRYPOINT ["kvd"]
 CMD ["serve"]
