@@ -6,12 +6,14 @@ import asyncio
 import enum
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvd.core import errors
-from kvd.core.events import JobKind, JobStatus
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover import frames, registration_errors
 from kvd.mover.facts import MoverFacts
@@ -76,6 +78,45 @@ class MoverSink(Protocol):
         """One that served has ended: no copy of it can land any more. Exactly once, last."""
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenTransfer:
+    """A transfer that the mover has: what can be true of its end.
+
+    size: bytes of the order's arrays. sums: checksums that come with it once it is done.
+    compared: slots of which checksums were given. given_ns: of time.monotonic_ns().
+    """
+
+    size: int
+    copied_bytes: int
+    sums: int
+    compared: int
+    slots: int
+    given_ns: int
+
+    def require_possible(self, finished: Finished) -> None:
+        """BadFrame where the transfer can't have ended so."""
+        spent = time.monotonic_ns() - self.given_ns
+        if finished.bytes_copied > self.copied_bytes or finished.duration_ns > spent:
+            raise BadFrame(
+                f"{finished.bytes_copied} bytes in {finished.duration_ns} ns, of a transfer of"
+                f" {self.copied_bytes} bytes that was given {spent} ns ago"
+            )
+        due = self.sums if finished.outcome is TransferOutcome.DONE else 0
+        if len(finished.checksums) != due:
+            raise BadFrame(f"{len(finished.checksums)} checksums of a transfer that has {due}")
+        damaged = finished.damaged
+        if not len(damaged):
+            return
+        if finished.outcome is not TransferOutcome.FAILED or len(damaged) > self.compared:
+            ended = finished.outcome.name.lower()
+            raise BadFrame(
+                f"{len(damaged)} damaged slots of a transfer that is {ended} and compares"
+                f" {self.compared}"
+            )
+        if int(damaged[-1]) >= self.slots or bool((damaged[1:] <= damaged[:-1]).any()):
+            raise BadFrame(f"damaged slots out of order, or not of the {self.slots} that it has")
+
+
 class MoverProcess(OwnedProcess):
     """One mover process. Lives on the event loop; nothing here blocks.
 
@@ -94,7 +135,9 @@ class MoverProcess(OwnedProcess):
         self._sink = sink
         self._gpu_uuid = "" if config.gpu is None else config.gpu.uuid
         self.ring_fd = self.board_fd = self.event_fd = -1
-        self._queued: dict[TransferId, int] = {}  # bytes of each order
+        self._part_bytes = {n: group.part_bytes for n, group in enumerate(config.groups)}
+        self._checksums = config.checksums
+        self._given: dict[TransferId, _GivenTransfer] = {}
         self._queued_bytes = 0
         self.facts = MoverFacts()
         self._cold: Counter[RowId] = Counter()
@@ -157,15 +200,23 @@ class MoverProcess(OwnedProcess):
         order = TransferOrder(transfer, jobs, kind, tuple(parts))
         size = sum(part.nbytes for part in parts)
         full = (
-            len(self._queued) >= MAX_TRANSFERS_QUEUED
+            len(self._given) >= MAX_TRANSFERS_QUEUED
             or self._queued_bytes + size > MAX_ORDER_BYTES_QUEUED
         )
         if full:
             return False
-        self._write(FrameKind.TRANSFER, frames.pack_transfer(order))
-        self._queued[transfer] = size
+        self._given[transfer] = self._given_now(order, size)
         self._queued_bytes += size
+        self._write(FrameKind.TRANSFER, frames.pack_transfer(order))
         return True
+
+    def _given_now(self, order: TransferOrder, size: int) -> _GivenTransfer:
+        slots = sum(len(part.extents) for part in order.parts)
+        # A part of a group that there is not is refused by the mover, and nothing is copied.
+        copied = sum(len(p.extents) * self._part_bytes.get(p.group, 0) for p in order.parts)
+        sums = slots if self._checksums and order.kind is JobKind.STORE else 0
+        compared = sum(len(part.extents) for part in order.parts if part.checksums is not None)
+        return _GivenTransfer(size, copied, sums, compared, slots, time.monotonic_ns())
 
     def revoke(self, transfer: TransferId) -> None:
         """Give up a transfer that has not started; answered by transfer_finished either way."""
@@ -196,9 +247,7 @@ class MoverProcess(OwnedProcess):
                 refusal = frames.unpack_refusal(body)
                 self._hello.set_exception(_as_error(refusal))
             case FrameKind.FINISHED:
-                finished = frames.unpack_finished(body)
-                self._queued_bytes -= self._queued.pop(finished.transfer, 0)
-                self._sink.transfer_finished(self.mover, finished)
+                self._hear_finished(frames.unpack_finished(body))
             case FrameKind.FACTS:
                 self.facts = self._checked(MoverFacts.unpack(body))
             case FrameKind.ROW_WARM:
@@ -212,6 +261,14 @@ class MoverProcess(OwnedProcess):
                 self._sink.row_unmapped(self.mover, RowId(frames.unpack_number(body)))
             case _:
                 raise BadFrame(f"{kind.name} at the wrong time")
+
+    def _hear_finished(self, finished: Finished) -> None:
+        given = self._given.pop(finished.transfer, None)
+        if given is None:
+            raise BadFrame(f"the end of transfer {finished.transfer}, which it does not have")
+        self._queued_bytes -= given.size
+        given.require_possible(finished)
+        self._sink.transfer_finished(self.mover, finished)
 
     def _checked(self, facts: MoverFacts) -> MoverFacts:
         uuid = "" if facts.gpu is None else facts.gpu.uuid

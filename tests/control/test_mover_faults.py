@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvd import native
@@ -440,17 +441,62 @@ def _anonymous(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
+def _sums(*numbers: int) -> npt.NDArray[np.uint64]:
+    return np.array(numbers, dtype=np.uint64)
+
+
+LOAD, STORE = JobKind.LOAD, JobKind.STORE
+GIVEN = TransferId(1)  # two slots, with their checksums
+IMPOSSIBLE_ENDS = {
+    "of another transfer": (LOAD, Finished(TransferId(2), DONE)),
+    "more bytes than it has": (LOAD, Finished(GIVEN, DONE, bytes_copied=2 * PART_BYTES + 1)),
+    "longer than it can have taken": (LOAD, Finished(GIVEN, DONE, duration_ns=1 << 63)),
+    "a load's checksums": (LOAD, Finished(GIVEN, DONE, checksums=_sums(1, 2))),
+    "a store without checksums": (STORE, Finished(GIVEN, DONE)),
+    "one checksum for all": (STORE, Finished(GIVEN, DONE, checksums=_sums(1))),
+    "checksums of a failed store": (STORE, Finished(GIVEN, FAILED, checksums=_sums(1, 2))),
+    "damaged in a store": (STORE, Finished(GIVEN, FAILED, damaged=_sums(0))),
+    "damaged and done": (LOAD, Finished(GIVEN, DONE, damaged=_sums(0))),
+    "a slot that it has not": (LOAD, Finished(GIVEN, FAILED, damaged=_sums(2))),
+    "the last slot, counted back": (LOAD, Finished(GIVEN, FAILED, damaged=_sums((1 << 64) - 1))),
+    "a slot twice": (LOAD, Finished(GIVEN, FAILED, damaged=_sums(1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE_ENDS)
 @on_loop
-async def test_a_mover_that_names_a_block_which_its_copy_has_not_is_ended_for_nonsense(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_mover_that_says_of_a_transfer_what_can_not_be_is_ended_for_nonsense(
+    name: str,
 ) -> None:
+    kind, said = IMPOSSIBLE_ENDS[name]
+    async with rig() as r:
+        mover = await r.start(replace(r.config(), checksums=True))
+        part = one_part([(0, 0), (0, 1)], [1, 2])
+        give(mover, GIVEN, kind, replace(part, checksums=_sums(3, 4) if kind is LOAD else None))
+        parent.Channel(mover).data_received(frame(FrameKind.FINISHED, pack_finished(said)))
+        await r.sink.until(lambda: r.sink.gone)
+        assert "wrote nonsense" in r.sink.gone[0][1]
+        assert not r.sink.finished
+
+
+@on_loop
+async def test_a_transfer_that_its_mover_says_has_ended_twice_ends_the_mover() -> None:
     async with rig() as r:
         mover = await r.start()
-        slots = np.arange(2)
-        # As the fleet looks it up.
-        monkeypatch.setattr(r.sink, "transfer_finished", lambda _, said: slots[said.damaged])
-        wrong = Finished(TransferId(1), FAILED, damaged=np.array([2], np.uint64))
-        said = frame(FrameKind.FINISHED, pack_finished(wrong))
-        parent.Channel(mover).data_received(said)
+        give(mover, GIVEN, STORE, one_part([(0, 0)], [1]))
+        said = frame(FrameKind.FINISHED, pack_finished(Finished(GIVEN, FAILED)))
+        parent.Channel(mover).data_received(said + said)
         await r.sink.until(lambda: r.sink.gone)
-        assert "wrote nonsense: index 2 is out of bounds" in r.sink.gone[0][1]
+        assert "wrote nonsense: the end of transfer 1" in r.sink.gone[0][1]
+        assert list(r.sink.finished) == [GIVEN]
+
+
+@on_loop
+async def test_checksums_where_none_are_kept_end_the_mover() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        give(mover, GIVEN, STORE, one_part([(0, 0)], [1]))
+        wrong = Finished(GIVEN, DONE, checksums=_sums(1))
+        parent.Channel(mover).data_received(frame(FrameKind.FINISHED, pack_finished(wrong)))
+        await r.sink.until(lambda: r.sink.gone)
+        assert "wrote nonsense: 1 checksums" in r.sink.gone[0][1]
