@@ -141,6 +141,7 @@ class MoverProcess(OwnedProcess):
         self._queued_bytes = 0
         self.facts = MoverFacts()
         self._cold: Counter[RowId] = Counter()
+        self._unmapping: Counter[RowId] = Counter()
         self._warm = asyncio.Event()
         self._warm.set()
         self._board: BoardWriter | None = None
@@ -183,6 +184,7 @@ class MoverProcess(OwnedProcess):
 
     def unmap_row(self, row: RowId) -> None:
         """Have the row unmapped once no transfer uses it; answered by row_unmapped."""
+        self._unmapping[row] += 1
         self._write(FrameKind.UNMAP_ROW, frames.pack_number(row))
 
     def start_transfer(
@@ -251,14 +253,11 @@ class MoverProcess(OwnedProcess):
             case FrameKind.FACTS:
                 self.facts = self._checked(MoverFacts.unpack(body))
             case FrameKind.ROW_WARM:
-                row = RowId(frames.unpack_number(body))
-                self._cold[row] -= 1
-                if self._cold[row] <= 0:
-                    del self._cold[row]
+                _take_one(self._cold, body)
                 if not self._cold:
                     self._warm.set()
             case FrameKind.ROW_UNMAPPED:
-                self._sink.row_unmapped(self.mover, RowId(frames.unpack_number(body)))
+                self._sink.row_unmapped(self.mover, _take_one(self._unmapping, body))
             case _:
                 raise BadFrame(f"{kind.name} at the wrong time")
 
@@ -318,6 +317,17 @@ class MoverProcess(OwnedProcess):
     def _post(self, record: BoardRecord) -> None:
         if self._board is not None:
             self._board.post(record)
+
+
+def _take_one(asked: Counter[RowId], body: bytes) -> RowId:
+    """The row that an answer names, which is asked for once less. BadFrame where it was not."""
+    row = RowId(frames.unpack_number(body))
+    if not asked[row]:
+        raise BadFrame(f"an answer about row {row}, of which nothing was asked")
+    asked[row] -= 1
+    if not asked[row]:
+        del asked[row]
+    return row
 
 
 def _environment(gpu: GpuConfig | None) -> dict[str, str]:

@@ -28,7 +28,7 @@ from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.linux.signals import IGNORED, STOPPING
 from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
-from kvd.mover.frames import Finished, FrameKind, pack_finished
+from kvd.mover.frames import Finished, FrameKind, pack_finished, pack_number
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartError, Region
 from kvd.processes import parent
@@ -38,6 +38,7 @@ from kvd_proto.limits import MAX_IDS
 from tests.control.mover_rig import (
     BLOCKS,
     EXTENT_BYTES,
+    EXTENTS,
     PART_BYTES,
     SLOTS,
     Rig,
@@ -388,6 +389,8 @@ TRUE_FACTS = MoverFacts.of_host_memory(LIBRARY.level if LIBRARY else None, nativ
         (FrameKind.FACTS, b"{}"),
         (FrameKind.FACTS, MoverFacts(gpu=GpuFacts("GPU-of-others", "a GPU", "580")).pack()),
         (FrameKind.ROW_UNMAPPED, b""),
+        (FrameKind.ROW_UNMAPPED, pack_number(0)),  # it is mapped, and shall be
+        (FrameKind.ROW_WARM, pack_number(EXTENTS)),  # it was never mapped
     ],
 )
 @on_loop
