@@ -331,7 +331,7 @@ class TierProcess(OwnedProcess):
             case TierFrame.LEFT if self._left_asked:
                 self._hear_left(frames.unpack_left(body))
             case TierFrame.LEAVING:
-                self._reason = self._reason or frames.unpack_text(body)
+                self.end_because(frames.unpack_text(body))  # lest it says so and stays
             case _:
                 raise BadFrame(f"{kind.name} at the wrong time")
 

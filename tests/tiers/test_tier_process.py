@@ -13,9 +13,10 @@ import pytest
 
 from kvd.core.keys import KeyBatch, RowId
 from kvd.linux.signals import IGNORED, STOPPING
-from kvd.processes.framing import BadFrame
+from kvd.processes.framing import BadFrame, frame
+from kvd.processes.parent import Channel
 from kvd.tiers import process as module
-from kvd.tiers.frames import MAX_PARTS_PER_ORDER
+from kvd.tiers.frames import MAX_PARTS_PER_ORDER, TierFrame, pack_text
 from kvd.tiers.process import (
     OrderEnd,
     OrderId,
@@ -480,3 +481,12 @@ async def test_it_ends_when_it_is_told_and_its_store_is_closed() -> None:
         assert not tier.unmap_row(RowId(0), [0])
         await tier.stop()
         assert len(r.sink.gone) == 1
+
+
+@on_loop
+async def test_a_process_that_says_it_ends_and_does_not_is_ended() -> None:
+    async with tier_rig() as r:
+        tier = await r.start()
+        Channel(tier).data_received(frame(TierFrame.LEAVING, pack_text("its store is mad")))
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.gone == ["its store is mad"]
