@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from kvd.tiers.store import (
     TierUnusable,
 )
 from tests.tiers.contract import ONE, key, read, soon, source, target
-from tests.tiers.valkey_rig import free_ports
+from tests.tiers.valkey_rig import certificate, free_ports
 
 FLOOD_MIB = 256
 NAME = "kvd/ab403cd507/401"
@@ -219,6 +221,21 @@ def test_a_dead_bucket_is_away_for_names_with_numbers_of_refusals_too(tmp_path: 
     dead = bucket(port, tmp_path)
     assert reason(dead) is TierReason.UNREACHABLE
     assert dead.problem, "it is asked again at once"
+    assert f"127.0.0.1:{port} ConnectionRefused" in dead.problem, "a proxy may be meant"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
+def test_a_certificate_that_is_not_trusted_is_said(answering: Answering, tmp_path: Path) -> None:
+    file, secret = certificate(tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file, secret)
+    answering.socket = context.wrap_socket(answering.socket, server_side=True)
+    options = options_of(answering.server_port, tmp_path)
+    options["endpoint"] = f"https://localhost:{answering.server_port}"
+    asked = Bucket(S3Options.of(options))
+    assert reason(asked) is TierReason.UNREACHABLE
+    assert "InvalidCertificate" in asked.problem
+    assert asked.problem.endswith("; look at endpoint and ca_file")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import threading
 import time
 import weakref
@@ -35,7 +34,7 @@ from kvd.tiers.valkey.options import ValkeyOptions
 from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, Servers, count_in
 from kvd.tiers.valkey.store import ValkeyStore
 from tests.tiers.contract import BLOCK_BYTES, ONE, content, has, keep, key, soon, source
-from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
+from tests.tiers.valkey_rig import ValkeyServer, certificate, server_binary, until
 
 SECONDS = 0.5
 PATIENT_S = 30.0  # where an answer comes
@@ -440,19 +439,6 @@ def test_the_largest_number_that_a_server_may_say_is_told() -> None:
 
 
 # -- encrypted --------------------------------------------------------------------------------
-
-
-def certificate(place: Path, name: str, issuer: str = "") -> tuple[Path, Path]:
-    """One for 127.0.0.1, signed by itself or by the issuer; and its key."""
-    file, secret = place / f"{name}.pem", place / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-keyout", str(secret), "-out", str(file)]
-    if issuer:
-        command += ["-CA", str(place / f"{issuer}.pem"), "-CAkey", str(place / f"{issuer}.key")]
-        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
-    subprocess.run(command, check=True, capture_output=True)
-    return file, secret
 
 
 @contextmanager

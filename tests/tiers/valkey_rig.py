@@ -192,3 +192,16 @@ def until(holds: Callable[[], bool], seconds: float = WAIT_S) -> None:
     while not holds():
         assert time.monotonic() < end, "it has not come to be"
         time.sleep(0.02)
+
+
+def certificate(place: Path, name: str, issuer: str = "") -> tuple[Path, Path]:
+    """One for 127.0.0.1, signed by itself or by the issuer; and its key."""
+    file, secret = place / f"{name}.pem", place / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(secret), "-out", str(file)]
+    if issuer:
+        command += ["-CA", str(place / f"{issuer}.pem"), "-CAkey", str(place / f"{issuer}.key")]
+        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run(command, check=True, capture_output=True)
+    return file, secret

@@ -85,6 +85,10 @@ _NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 _WORDLESS = "performing HEAD"  # it is answered without a word
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # its word for what is wrong
+# What the client's debugging text says below a request that failed: texts, addresses, and names.
+_CAUSES = re.compile(r'"(?:[^"\\]|\\.)*"|[\w.:\[\]]+:\d+(?=,)|\b[A-Z]\w+\b')
+_NO_CAUSES = {"Connect", "ConnectError", "Custom", "Error", "Io", "Os", "Other", "OtherError"}
+_NO_CAUSES |= {"InvalidData", "Request", "SendRequest", "Some", "Uncategorized"}
 
 
 class Bucket:
@@ -526,8 +530,22 @@ async def _next_of(listed: Any, deadline: float) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """A message without the debugging text behind it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """A message without the debugging text behind it, but for why a request got no answer."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    cause = _cause_in(str(error))
+    return f"{said}: {cause}" if cause else said
+
+
+def _cause_in(whole: str) -> str:
+    """Why a request got no answer, of the text of an error; nothing where it says nothing of it."""
+    _, _, deepest = whole.rpartition("source: reqwest::Error {")
+    if deepest == whole:
+        return ""
+    words = [word for word in _CAUSES.findall(deepest) if word not in _NO_CAUSES]
+    cause = " ".join(dict.fromkeys(words))[:300]
+    if "InvalidCertificate" in words:
+        cause += "; look at endpoint and ca_file"
+    return cause
 
 
 def _scatter(source: Any, buffers: list[memoryview]) -> None:
