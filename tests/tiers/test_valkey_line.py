@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import select
 import shutil
 import signal
 import socket
@@ -143,6 +144,20 @@ def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
 def test_what_is_no_value_is_none_though_its_number_would_be_right(said: bytes) -> None:
     with one_that_says(said) as line, pytest.raises(ConnectionError, match="no answer of a Valkey"):
         asked(line, 1, halves(bytearray(24)))
+
+
+def test_a_line_is_left_that_says_more_than_it_was_asked() -> None:
+    with one_that_says(b"+OK\r\n+late\r\n") as line, pytest.raises(ConnectionError, match="more"):
+        asked(line, 1)
+
+
+def test_what_came_unasked_is_no_answer_to_the_next_question() -> None:
+    with one_that_says(b"+OK\r\n", b"+late\r\n") as line:
+        with suppress(ConnectionError):  # it has come already
+            assert asked(line, 1) == [b"OK"]
+        select.select([line._socket], [], [])
+        with pytest.raises(ConnectionError, match="more answers than it was asked for"):
+            asked(line, 1)
 
 
 def test_what_is_just_in_the_bounds_is_told() -> None:

@@ -79,14 +79,16 @@ class Line:
         """
         self._until = time.monotonic() + seconds
         self._be_patient_for(seconds)
+        self._require_nothing_unasked()
         try:
             self._send(_framed(commands))
-            if into:
-                return [self._answer(room) for room in into]
             self._values_left, self._bytes_left = MAX_TOLD_VALUES, MAX_TOLD_BYTES
-            return [self._answer(None) for _ in commands]
+            rooms: Sequence[Room | None] = into or [None] * len(commands)
+            answers = [self._answer(room) for room in rooms]
         except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+        self._require_nothing_unasked()
+        return answers
 
     def last_word(self) -> str:
         """What the server refused before it ended the connection; nothing where it said nothing."""
@@ -214,6 +216,17 @@ class Line:
         if self._line():
             raise _no_valkey(b"a value that is longer than it says")
         return said
+
+    def _require_nothing_unasked(self) -> None:
+        """ConnectionError where more has come than was asked for: which answer is whose, none can
+        tell from then on, and the answers to one question would be taken for another's."""
+        if self._at == self._end and self._is_plain:
+            with contextlib.suppress(BlockingIOError):
+                if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return  # it has ended; whoever asks will hear so
+                raise ConnectionError("the server sends more answers than it was asked for")
+        if self._at != self._end:
+            raise ConnectionError("the server sends more answers than it was asked for")
 
     def _skip(self, length: int) -> None:
         room = memoryview(bytearray(min(length, 1 << 20)))
