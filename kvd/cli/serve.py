@@ -235,7 +235,9 @@ class Daemon:
         damaged = pool.dropped_records - pool.unchecked_records
         if damaged:
             log.warning(
-                "%d blocks were left out: their records in slots.table are damaged", damaged
+                "%d blocks were left out: their records in slots.table are damaged, or what"
+                " rows.table or registry.jsonl says of them is damaged or missing",
+                damaged,
             )
 
     def _warn_of_place_and_size(self, pool: Pool) -> None:

@@ -6,7 +6,7 @@ in them READY records whose checksum holds. Everything else becomes free, with i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,7 +56,8 @@ class Recovery:
     books: PoolFiles
     orphaned_extents: frozenset[int]  # still mapped by movers that couldn't be killed
     rows: dict[RowId, GrantedRow] = field(default_factory=dict)
-    dropped_records: int = 0  # READY records that were not whole or named nothing known
+    # READY records that were not whole, or named nothing known and were not cleared.
+    dropped_records: int = 0
     withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that orphaned movers map
     blocks: dict[NamespaceId, int] = field(default_factory=dict)  # READY records, whole or not
     unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
@@ -65,10 +66,12 @@ class Recovery:
     def __post_init__(self) -> None:
         # Asked for every row: with an account a user there are tens of thousands of scopes.
         scoped = {scope.namespace for scope in self.books.registry.scopes.values()}
+        namespaces: dict[int, NamespaceId] = {}  # of all whole rows, by leading extent
         for row in self.books.row_table.rows():
+            namespaces[row.row] = row.namespace
             if row.namespace in scoped and self._credible(row):
                 self.rows[row.row] = row
-        self._clean()
+        self._clean(namespaces)
         self._forget_unused()
 
     def events(self) -> Iterator[Event]:
@@ -103,12 +106,20 @@ class Recovery:
             and all(row.slots * part <= extent_bytes for part in row.part_bytes)
         )
 
-    def _clean(self) -> None:
-        """Make free what no credible row owns: records first, then bytes, headers last."""
+    def _clean(self, namespaces: Mapping[int, NamespaceId]) -> None:
+        """Make free what no credible row owns: records first, then bytes, headers last.
+
+        `namespaces`: of what is known whose it is, by leading extent.
+        """
+        table = self.books.slot_table
         owned = {extent for row in self.rows.values() for extent in row.extents}
         stray = self.books.row_table.touched() - owned
         for extent in stray:
-            self.books.slot_table.write_free(self._records(extent, self.books.slots_per_extent))
+            records = self._records(extent, self.books.slots_per_extent)
+            scopes = table.scopes(records[table.ready(records)])
+            below = self.books.registry.cleared_below(namespaces.get(extent, NamespaceId(0)))
+            self.dropped_records += int((scopes >= below).sum())
+            table.write_free(records)
         # An orphaned mover may go on writing: it keeps the old file, the pool gets a new one.
         self.books.extents.create(stray & self.orphaned_extents)
         self.books.extents.zero_all(stray - self.orphaned_extents)
@@ -185,12 +196,15 @@ class Recovery:
         records = self._records_of(rows)
         records = records[table.ready(records)]
         scopes = np.minimum(table.scopes(records), len(groups) - 1)
-        good = table.whole(records, hash_bytes) & (groups[scopes] == group)
+        whole = table.whole(records, hash_bytes)
+        good = whole & (groups[scopes] == group)
+        cleared = table.scopes(records) < self.books.registry.cleared_below(namespace)
+        self.dropped_records += int((~whole | ~good & ~cleared).sum())
         checked = self._checked(rows, records[good])
         self.unchecked_records += int((~checked).sum())
         good[good] = checked
         table.write_free(records[~good])
-        self.dropped_records += int((~good).sum())
+        self.dropped_records += int((~checked).sum())
         records, scopes = records[good], scopes[good]
         leading, ordinals = np.divmod(records, self.books.slots_per_extent)
         bounds = np.searchsorted(leading, [row.row for row in rows] + [rows[-1].row + 1])

@@ -176,6 +176,7 @@ class Registry:
 
     def keep_only(self, namespaces: Collection[NamespaceId], scopes: Collection[ScopeId]) -> None:
         """Forget the others, in the file too, so that it doesn't grow with every restart."""
+        self._cleared = {n: below for n, below in self._cleared.items() if n in namespaces}
         if len(namespaces) == len(self.namespaces) and len(scopes) == len(self.scopes):
             return
         self.namespaces = {n: self.namespaces[n] for n in namespaces}
@@ -208,6 +209,10 @@ class Registry:
         self._cleared[namespace] = below
         self._waiting.pop((LineKind.CLEARED, namespace), None)  # it comes behind what waits now
         self._write((LineKind.CLEARED, namespace))
+
+    def cleared_below(self, namespace: NamespaceId) -> ScopeId:
+        """Records of the namespace with a scope below this number are of what was cleared."""
+        return self._cleared.get(namespace, ScopeId(0))
 
     def forget_scopes(self, scopes: Collection[ScopeId]) -> None:
         """Forget these."""
@@ -277,6 +282,7 @@ class Registry:
         return True
 
     def _take_cleared(self, namespace: NamespaceId, below: ScopeId) -> None:
+        self._cleared[namespace] = below
         self.highest_scope = max(self.highest_scope, below - 1)
         for number in list(self._by_namespace.get(namespace, ())):
             if number < below:
@@ -377,6 +383,7 @@ class Registry:
             self._wait(error)
             return
         self._left = deque((LineKind.NAMESPACE, number) for number in self.namespaces)
+        self._left.extend((LineKind.CLEARED, number) for number in self._cleared)
         self._left.extend((LineKind.SCOPE, number) for number in self.scopes)
 
     def _go_on_anew(self, fresh: LineFile, most: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.core.actions import ForgetScopes, OpenScope
+from kvd.core.actions import ClearScopes, ForgetScopes, OpenScope
 from kvd.core.events import Event, PoolRecovered
 from kvd.core.keys import ScopeId
 from kvd.pool import Pool, PoolConfig, sealed_json
@@ -139,6 +139,41 @@ def test_a_row_with_a_damaged_header_is_freed_whole(
     rows, dropped = reopened(filled)
     assert dropped == 0
     assert len(rows[2].ordinals) == 0
+
+
+@pytest.mark.parametrize("file", ["rows.table", "registry.jsonl"])
+def test_blocks_of_a_row_that_is_nobodys_are_counted_among_the_dropped(
+    filled: PoolConfig, file: str
+) -> None:
+    with bytes_of(filled.directory / file) as content:
+        # Of the row with two shards, and of its namespace.
+        at = HEADER + 16 if file == "rows.table" else content.rfind(b"fingerprint")
+        content[at] ^= 0x02
+    rows, dropped = reopened(filled)
+    assert (set(rows), dropped) == ({0}, 8)
+    assert reopened(filled)[1] == 0
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_blocks_that_were_cleared_are_not_counted_among_the_dropped(
+    filled: PoolConfig, anew: bool
+) -> None:
+    if anew:  # the next owner writes the registry anew, and dies before its clear is done
+        with (filled.directory / "registry.jsonl").open("ab") as file:
+            file.write(b"damaged\n")
+    with opened(filled) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        newer = ScopeId(9)
+        pool.clear_scopes(ClearScopes(orders.NAMESPACE, below=newer))
+        pool.open_scope(OpenScope(newer, orders.NAMESPACE, "", "", 0))
+        for _ in range(4):
+            pool.upkeep()
+        with bytes_of(filled.directory / "slots.table") as table:
+            table[3 * RECORD + 64] ^= 0x40
+    rows, dropped = reopened(filled)
+    assert len(rows[0].ordinals) == 0
+    assert dropped == 1, "only the record that was damaged"
 
 
 def test_a_row_whose_leading_header_was_not_written_is_freed(filled: PoolConfig) -> None:
