@@ -399,3 +399,17 @@ def test_of_a_daemon_that_does_not_answer_no_other_place_is_looked_at(
     said = capsys.readouterr().out
     assert "does not answer in time" in said
     assert "shared memory" not in said
+
+
+def test_of_a_daemon_that_was_killed_no_other_pool_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own was given by flags: the one of the settings was never meant to be there."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'pool_directory = "{tmp_path}/none"\n')
+    with daemon() as running:
+        running.stop(signal.SIGKILL)
+        assert main(["doctor", "--socket", running.socket, "--config", str(file)]) == 3
+    said = capsys.readouterr().out
+    assert "the daemon that made it is gone" in said
+    assert "shared memory" not in said

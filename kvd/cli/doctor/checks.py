@@ -82,8 +82,8 @@ class Subject:
 def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
     """The pool's directories: there, in memory, the daemon's alone, and large enough."""
     directory = on.pool.directory
-    if not on.before_start and on.status is None and _is_answered(on):
-        return  # it has a place, by flags perhaps, and is in no state to tell which
+    if not on.before_start and on.status is None and _is_elsewhere(on):
+        return
     try:
         if on.before_start:
             require_apart(on.pool)
@@ -113,6 +113,19 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
             "mount a tmpfs of its own there (deploy/systemd/var-lib-kvd-pool.mount)",
             is_fault=False,
         )
+
+
+def _is_elsewhere(on: Subject) -> bool:
+    """Whether the socket's daemon, mute or killed, may have another pool than the settings say.
+
+    It has one by its flags perhaps, and can't tell which. One that was killed has left its socket,
+    and in its pool the lock.
+    """
+    try:
+        has_left = on.config.companion_socket.exists()
+        return _is_answered(on) or (has_left and not (on.pool.directory / "lock").exists())
+    except OSError:  # what can't be looked at is said of the socket, or of the pool
+        return False
 
 
 def _require_place(on: Subject) -> None:
