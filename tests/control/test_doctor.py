@@ -241,10 +241,11 @@ def test_who_may_not_reach_the_socket_hears_of_no_pool(
     (place / "kvd" / "kvd.sock.companion").touch()
     monkeypatch.setattr(checks, "_require_place", refuse)
     monkeypatch.setattr(os, "access", lambda path, _: path != place / closed)
-    on = replace(subject(place, socket=str(place / "kvd" / "kvd.sock")), status=None)
-    (found,) = faults(on)
-    assert found.about == "socket"
-    assert "this user may not" in found.problem
+    for pool in (place / "pool", "/proc/none"):
+        flags = {"socket": str(place / "kvd" / "kvd.sock"), "pool_directory": str(pool)}
+        (found,) = faults(replace(subject(place, **flags), status=None))
+        assert found.about == "socket"
+        assert "this user may not" in found.problem
 
 
 @pytest.mark.parametrize("fault", ["nobody", "a folder", "left behind", "closed", "kept out"])

@@ -99,8 +99,7 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
         yield _said("shared memory", error)
         return
     except OSError as error:
-        is_closed = isinstance(error, PermissionError)
-        if is_closed and (on.status is not None or _is_shut_out(on)):
+        if isinstance(error, PermissionError) and on.status is not None:
             return  # of a daemon's the pool is closed to all others: as it should be
         problem = f"pool_directory {directory} can't be used by uid {os.geteuid()}"
         fix = "name a directory that the daemon's user may write to, or ask as that user"
@@ -119,8 +118,10 @@ def _is_elsewhere(on: Subject) -> bool:
     """Whether the socket's daemon, mute or killed, may have another pool than the settings say.
 
     It has one by its flags perhaps, and can't tell which. One that was killed has left its socket,
-    and in its pool the lock.
+    and in its pool the lock. Who may not reach the socket needs no pool.
     """
+    if _is_shut_out(on):
+        return True
     try:
         has_left = on.config.companion_socket.exists()
         return _is_answered(on) or (has_left and not (on.pool.directory / "lock").exists())
