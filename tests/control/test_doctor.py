@@ -242,8 +242,8 @@ def test_who_may_not_reach_the_socket_hears_of_no_pool(
     monkeypatch.setattr(checks, "_require_place", refuse)
     monkeypatch.setattr(os, "access", lambda path, _: path != place / closed)
     for pool in (place / "pool", "/proc/none"):
-        flags = {"socket": str(place / "kvd" / "kvd.sock"), "pool_directory": str(pool)}
-        (found,) = faults(replace(subject(place, **flags), status=None))
+        on = subject(place, socket=str(place / "kvd" / "kvd.sock"), pool_directory=str(pool))
+        (found,) = faults(replace(on, status=None))
         assert found.about == "socket"
         assert "this user may not" in found.problem
 
@@ -399,6 +399,7 @@ def test_of_a_daemon_that_does_not_answer_no_other_place_is_looked_at(
             os.kill(running.pid, signal.SIGCONT)
     said = capsys.readouterr().out
     assert "does not answer in time" in said
+    assert "systemctl restart kvd" in said
     assert "shared memory" not in said
 
 
@@ -413,4 +414,5 @@ def test_of_a_daemon_that_was_killed_no_other_pool_is_asked_for(
         assert main(["doctor", "--socket", running.socket, "--config", str(file)]) == 3
     said = capsys.readouterr().out
     assert "the daemon that made it is gone" in said
+    assert "and start it again" in said
     assert "shared memory" not in said

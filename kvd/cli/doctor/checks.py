@@ -269,10 +269,13 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             "wait until it has begun; if it has, restart it (systemctl restart kvd)",
         )
     else:
+        again = "start it again"
+        if _is_answered(on):  # a start beside it would be refused
+            again = "wait; if that does not help, restart it (systemctl restart kvd)"
         yield Diagnosis(
             "socket",
             on.why_no_answer or f"nobody answers on {config.socket}",
-            "look at the daemon's log (journalctl -u kvd) and start it again",
+            f"look at the daemon's log (journalctl -u kvd) and {again}",
         )
 
 
