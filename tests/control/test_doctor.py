@@ -352,6 +352,20 @@ def test_a_daemon_whose_socket_was_removed_is_to_be_restarted_not_started(
 
 
 @pytest.mark.usefixtures("quiet")
+def test_a_daemon_that_has_the_pool_and_no_socket_is_not_to_be_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As while it begins: a start beside it would be refused."""
+    file = tmp_path / "kvd.toml"
+    with daemon() as running:
+        file.write_text(f'pool_directory = "{running.pool}"\nsocket = "{tmp_path}/kvd.sock"\n')
+        assert main(["doctor", "--config", str(file)]) == 3
+        said = capsys.readouterr().out
+    assert f"pid {running.pid} has the pool {running.pool}: it begins" in said
+    assert "start it" not in said
+
+
+@pytest.mark.usefixtures("quiet")
 def test_flags_of_a_daemon_count_before_a_file_of_another_pool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

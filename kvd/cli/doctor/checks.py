@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
 import stat
@@ -26,6 +27,7 @@ from kvd.linux.own_directory import (
     require_own,
     require_place,
 )
+from kvd.linux.proc import locker_of
 from kvd.pool.capacity_check import (
     is_shared,
     measure,
@@ -246,11 +248,7 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
         fix = "name the daemon's (--socket, KVD_SOCKET, --config), or remove what is in its place"
         yield Diagnosis("socket", problem, fix)
     elif not config.companion_socket.exists():
-        yield Diagnosis(
-            "socket",
-            f"no daemon has its socket at {config.socket}",
-            "start it (systemctl start kvd), or name its socket (--socket, KVD_SOCKET, --config)",
-        )
+        yield _no_socket(on)
     elif _is_shut_out(on):
         problem = f"this user may not open {config.socket}, which is"
         problem += f" {_owner(config.companion_socket)}"
@@ -277,6 +275,21 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
             on.why_no_answer or f"nobody answers on {config.socket}",
             f"look at the daemon's log (journalctl -u kvd) and {again}",
         )
+
+
+def _no_socket(on: Subject) -> Diagnosis:
+    """Of a daemon that has the settings' pool, and no socket there: it can't be started again."""
+    problem = f"no daemon has its socket at {on.config.socket}"
+    named = "name its socket (--socket, KVD_SOCKET, --config)"
+    owner = None
+    with contextlib.suppress(OSError):  # the pool is not there, or closed to this user
+        owner = locker_of(on.pool.directory / "lock")
+    if owner is None:
+        return Diagnosis("socket", problem, f"start it (systemctl start kvd), or {named}")
+    problem += f", and pid {owner} has the pool {on.pool.directory}: it begins, or its socket is"
+    problem += " elsewhere, or was removed"
+    fix = f"wait until it has begun, or {named}; where it was removed, restart the daemon"
+    return Diagnosis("socket", problem, f"{fix} (systemctl restart kvd)")
 
 
 def _may_not_enter(directory: Path) -> bool:
