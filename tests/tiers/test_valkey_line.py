@@ -44,15 +44,17 @@ needs_server = pytest.mark.skipif(server_binary() is None, reason="no Valkey ser
 
 
 @contextmanager
-def one_that_says(*pieces: bytes, hangs_up: bool = False) -> Iterator[Line]:
-    """A line to a server that says these pieces, whatever it is asked."""
+def one_that_says(*pieces: bytes, in_turn: bool = False, hangs_up: bool = False) -> Iterator[Line]:
+    """A line to a server that says these pieces, whatever it is asked; `in_turn`: one a run."""
 
     def say() -> None:
         line, _ = listener.accept()
         with line, suppress(OSError):
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.recv(1)
-            for piece in pieces:
+            line.recv(1 << 20)
+            for number, piece in enumerate(pieces):
+                if in_turn and number:
+                    line.recv(1 << 20)
                 line.sendall(piece)
                 time.sleep(0.002 if len(pieces) < 100 else 0)
             while not hangs_up and line.recv(1 << 20):
@@ -177,7 +179,7 @@ def test_all_answers_of_a_run_have_in_all_what_one_may_have_and_the_next_run_as_
     None
 ):
     half = bulk(bytes(MAX_TOLD_BYTES // 2))
-    with one_that_says(half + b"*2\r\n" + half + bulk(b"x"), half) as line:
+    with one_that_says(half + b"*2\r\n" + half + bulk(b"x"), half, in_turn=True) as line:
         one, (other, short) = line.run([["MGET", b"name"]] * 2, PATIENT_S)
         assert (len(one), len(other), short) == (MAX_TOLD_BYTES // 2, MAX_TOLD_BYTES // 2, b"")
         (again,) = line.run([["GET", b"name"]], PATIENT_S)
@@ -188,7 +190,7 @@ def test_all_answers_of_a_run_have_in_all_what_one_may_have_and_the_next_run_as_
 def test_lines_in_lists_are_bounded_in_sum(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.tiers.valkey.line.MAX_TOLD_BYTES", 8)
     four = f"{kind}1234\r\n".encode()
-    with one_that_says(b"*2\r\n" + 2 * four, b"*2\r\n" + 2 * four) as line:
+    with one_that_says(b"*2\r\n" + 2 * four, b"*2\r\n" + 2 * four, in_turn=True) as line:
         for _ in range(2):
             assert len(line.run([["SCAN", b"0"]], PATIENT_S)[0]) == 2
     with one_that_says(b"*3\r\n" + 3 * four) as line, pytest.raises(ConnectionError):
@@ -200,7 +202,8 @@ def test_lists_that_are_just_in_the_bounds_together_are_told(
 ) -> None:
     monkeypatch.setattr("kvd.tiers.valkey.line.MAX_TOLD_VALUES", 5)
     nested = b"*2\r\n*1\r\n:1\r\n*2\r\n:2\r\n:3\r\n"
-    with one_that_says(nested, nested + b"*0\r\n", nested + b"*1\r\n:1\r\n") as line:
+    said = (nested, nested + b"*0\r\n", nested + b"*1\r\n:1\r\n")
+    with one_that_says(*said, in_turn=True) as line:
         assert line.run([["SCAN", b"0"]], PATIENT_S) == [[[1], [2, 3]]]
         assert line.run([["SCAN", b"0"]] * 2, PATIENT_S) == [[[1], [2, 3]], []]
         with pytest.raises(ConnectionError):
