@@ -40,7 +40,7 @@ class FrameReader(Generic[Kind]):
         self._pending = bytearray()
 
     def feed(self, received: bytes | memoryview) -> Iterator[tuple[Kind, bytes]]:
-        """Frames that are complete now. Raises BadFrame."""
+        """Frames that are complete now. Raises BadFrame; the reader is of no use after that."""
         self._pending += received
         start = 0
         while len(self._pending) - start >= _HEADER.size:

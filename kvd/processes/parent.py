@@ -69,13 +69,16 @@ class Channel(asyncio.Protocol):
 
     def __init__(self, owner: OwnedProcess) -> None:
         self._owner = owner
-        self._reader = FrameReader(owner.kinds)
+        self._reader: FrameReader[enum.IntEnum] | None = FrameReader(owner.kinds)
 
     def data_received(self, data: bytes) -> None:
+        if self._reader is None:
+            return  # it wrote nonsense: nothing that it says counts any more
         try:
             for kind, body in self._reader.feed(data):
                 self._owner.hear(kind, body)
         except NONSENSE as error:
+            self._reader = None
             self._owner.end_because(f"wrote nonsense: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:

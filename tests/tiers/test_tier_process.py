@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import os
 import signal
 import time
@@ -490,3 +491,19 @@ async def test_a_process_that_says_it_ends_and_does_not_is_ended() -> None:
         Channel(tier).data_received(frame(TierFrame.LEAVING, pack_text("its store is mad")))
         await r.sink.until(lambda: r.sink.gone)
         assert r.sink.gone == ["its store is mad"]
+
+
+@on_loop
+async def test_after_nonsense_nothing_that_it_says_is_heard_nor_heard_again() -> None:
+    async with tier_rig() as r:
+        tier = await r.start()
+        heard: list[enum.IntEnum] = []
+        tier.hear = lambda kind, body: heard.append(kind)  # type: ignore[method-assign]
+        channel = Channel(tier)
+        unknown = (8).to_bytes(4, "little") + (99).to_bytes(4, "little")
+        channel.data_received(frame(TierFrame.LEFT) + unknown)
+        for _ in range(3):
+            channel.data_received(frame(TierFrame.USAGE))
+        await r.sink.until(lambda: r.sink.gone)
+        assert heard == [TierFrame.LEFT]
+        assert r.sink.gone == ["wrote nonsense: a frame of kind 99"]
