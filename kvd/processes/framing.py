@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 # Largest frame: one transfer of 8192 blocks with 64 engine blocks each is 2.1 MiB.
 MAX_FRAME_BYTES = 16 << 20
+MAX_TEXT_CHARS = 1000  # of what a process says in words; the rest is cut off
 
 _HEADER = struct.Struct("<II")
 
@@ -30,6 +31,11 @@ def frame(kind: enum.IntEnum, body: bytes = b"") -> bytes:
     if length > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
     return _HEADER.pack(length, kind) + body + b"\0" * padding
+
+
+def clean_text(value: object) -> str:
+    """What a process says in words: at most so long, and such that every message can carry it."""
+    return str(value)[:MAX_TEXT_CHARS].encode(errors="replace").decode()
 
 
 class FrameReader(Generic[Kind]):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch, RowId, TierId
-from kvd.processes.framing import BadFrame
+from kvd.processes.framing import BadFrame, clean_text
 from kvd.processes.mappings import ExtentFiles
 from kvd.tiers.store import (
     MAX_BLOCKS_PER_CALL,
@@ -36,7 +36,6 @@ U8 = npt.NDArray[np.uint8]
 OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one process
 
 MAX_REASON_BYTES = 64
-MAX_TEXT_CHARS = 1000  # of what a process says in words; the rest is cut off
 MAX_NOTES = 16  # of a store
 _MOST = 1 << 63  # that a store may count
 MAX_PARTS_PER_ORDER = 1 << 19  # of all its blocks: a frame has room for them
@@ -470,7 +469,7 @@ def unpack_hello(body: bytes) -> TierHello:
         fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
         return TierHello(bool(fields["names_left"]), tuple(map(str, fields["mounts"])))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"no hello: {error!r}") from error
+        raise BadFrame(f"no hello: {error!r:.200}") from error
 
 
 def pack_refusal(refusal: TierRefusal) -> bytes:
@@ -478,8 +477,12 @@ def pack_refusal(refusal: TierRefusal) -> bytes:
 
 
 def unpack_refusal(body: bytes) -> TierRefusal:
-    fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
-    return TierRefusal(**{name: _text(value) for name, value in fields.items()})
+    """BadFrame for nonsense."""
+    try:
+        fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+        return TierRefusal(**{name: clean_text(value) for name, value in fields.items()})
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"no refusal: {error!r:.200}") from error
 
 
 def pack_usage(usage: TierUsage) -> bytes:
@@ -491,11 +494,11 @@ def unpack_usage(body: bytes) -> TierUsage:
     try:
         fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
         fields["errors"] = {TierReason(name): _count(n) for name, n in fields["errors"].items()}
-        fields["notes"] = tuple([_text(note) for note in fields["notes"][:MAX_NOTES]])
+        fields["notes"] = tuple([clean_text(note) for note in fields["notes"][:MAX_NOTES]])
         counted = ("blocks", "bytes", "capacity_bytes", "evicted_blocks")
         return TierUsage(**(fields | {name: _count(fields[name]) for name in counted}))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"no usage: {error!r}") from error
+        raise BadFrame(f"no usage: {error!r:.200}") from error
 
 
 def _count(value: object) -> int:
@@ -504,17 +507,12 @@ def _count(value: object) -> int:
     return value
 
 
-def _text(value: object) -> str:
-    """At most so long, and such that every message can carry it."""
-    return str(value)[:MAX_TEXT_CHARS].encode(errors="replace").decode()
-
-
 def pack_text(text: str) -> bytes:
     return text.encode()
 
 
 def unpack_text(body: bytes) -> str:
-    return _text(body.rstrip(b"\0").decode(errors="replace"))
+    return clean_text(body.rstrip(b"\0").decode(errors="replace"))
 
 
 def every_extent(parts: Iterable[PlacedBlocks]) -> frozenset[int]:

@@ -28,11 +28,27 @@ from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.linux.signals import IGNORED, STOPPING
 from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
-from kvd.mover.frames import Finished, FrameKind, pack_finished, pack_number
+from kvd.mover.frames import (
+    Finished,
+    FrameKind,
+    Refusal,
+    pack_finished,
+    pack_number,
+    pack_refusal,
+    unpack_refusal,
+)
 from kvd.mover.layout import CudaRegion, GpuConfig
-from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartError, Region
+from kvd.mover.process import (
+    GroupMap,
+    LocatedPart,
+    MoverConfig,
+    MoverProcess,
+    MoverStartError,
+    Region,
+)
 from kvd.processes import parent
-from kvd.processes.framing import frame
+from kvd.processes.framing import MAX_TEXT_CHARS, BadFrame, frame
+from kvd.tiers import frames as tier_frames
 from kvd_proto import layout
 from kvd_proto.limits import MAX_IDS
 from tests.control.mover_rig import (
@@ -377,6 +393,26 @@ async def test_a_mover_that_does_not_read_is_ended_before_control_grows(
             mover.mark_ready(JobId(job))
         await r.sink.until(lambda: r.sink.gone)
         assert "does not read" in r.sink.gone[0][1]
+
+
+@on_loop
+async def test_why_a_mover_refuses_is_cut_to_what_every_message_can_carry() -> None:
+    async with rig() as r:
+        mover = MoverProcess(r.config(), r.sink)
+        long = "\ud800" + "x" * 2_000_000
+        body = pack_refusal(Refusal("InvalidArgument", long, long, long))
+        parent.Channel(mover).data_received(frame(FrameKind.REFUSED, body))
+        with pytest.raises(KvdError) as refused:
+            await mover._hello
+        for said in (str(refused.value), refused.value.field):
+            assert 2 <= len(said.encode()) <= 2 * MAX_TEXT_CHARS
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"7", b"[" * 100_000, b'{"no": 1}'])
+def test_a_refusal_that_is_none_is_nonsense(body: bytes) -> None:
+    for unpack in (unpack_refusal, tier_frames.unpack_refusal):
+        with pytest.raises(BadFrame, match="no refusal"):
+            unpack(body)
 
 
 LIBRARY = native.library()

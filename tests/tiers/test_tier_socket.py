@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvd.processes import parent
-from kvd.processes.framing import frame
+from kvd.processes.framing import MAX_TEXT_CHARS, frame
 from kvd.tiers import frames
 from kvd.tiers.frames import Order, TierFrame, TierLeft, TierRefusal
 from kvd.tiers.process import (
@@ -101,7 +101,7 @@ def test_what_a_store_says_in_words_is_cut() -> None:
     refusal = frames.unpack_refusal(frames.pack_refusal(TierRefusal("UNUSABLE", "options", long)))
     left = frames.unpack_text(b"\xff" + b"x" * 2_000_000)
     for said in (*usage.notes, refusal.message, left):
-        assert len(said.encode()) <= 2 * frames.MAX_TEXT_CHARS + 2
+        assert len(said.encode()) <= 2 * MAX_TEXT_CHARS + 2
 
 
 _ORDER = frames.pack_order(Order(OrderId(1), TierFrame.READ, 1e9, tuple(placed([1], [1]))))
