@@ -25,6 +25,7 @@ KILLED, STOPPED = "killed by control", "stopped"
 # What a frame that says the impossible raises where it is read or taken up.
 NONSENSE = (BadFrame, TypeError, ValueError, IndexError, RecursionError, struct.error)
 _LAST_WORDS_S = 1.0  # for what a dead process wrote to be read
+_DYING_S = 1.0  # from the end of its channel to its own
 _READ_BYTES = 1 << 18
 
 
@@ -195,10 +196,11 @@ class OwnedProcess(ABC):
                 yield self._end_of_ours.recv(_READ_BYTES, socket.MSG_DONTWAIT)
 
     def channel_closed(self) -> None:
-        """The process has closed its end, which it does only by ending."""
+        """The process has closed its end, which a sound one does only by ending."""
         if self._end_signs is EndSigns.RUNNING:
             self._end_signs = step(END_STEPS, self._end_signs, EndSigns.CLOSED)
-            self._child.kill()  # if it is dying already, its own reason stands
+            # If it is dying already, its own reason stands.
+            self._loop.call_later(_DYING_S, self.end_because, "closed its channel and stayed")
         elif self._end_signs is EndSigns.REAPED:
             self._end()
 

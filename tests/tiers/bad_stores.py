@@ -10,6 +10,7 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -136,6 +137,15 @@ class HoldsTheInterpreter(_Store):
         self.sign("reading")
         ctypes.PyDLL(None).sleep(3600)
         return [Outcome.DONE] * len(blocks)
+
+
+class ClosesItsChannel(HoldsTheInterpreter):
+    """Shuts what its process says to control, and never lets go of the interpreter's lock."""
+
+    def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        with socket.socket(fileno=os.dup(int(sys.argv[1]))) as channel:
+            channel.shutdown(socket.SHUT_WR)
+        return super().read(blocks, deadline)
 
 
 class Slow(_Store):

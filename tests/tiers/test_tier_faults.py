@@ -569,3 +569,14 @@ async def test_a_store_that_goes_on_after_its_end_is_killed_with_its_process(
         assert time.monotonic() - began < 1.5 + NOT_LATER_S
         assert len(r.sink.gone) == 1
         await unchanged_for(0.2, r, 2)
+
+
+@on_loop
+async def test_a_process_that_closes_its_channel_and_stays_is_ended_for_that() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "ClosesItsChannel")
+        assert tier.read(r.next_order(), placed([1], [1]), soon())
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.gone == ["closed its channel and stayed"]
+        assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
+        assert not r.sink.living
