@@ -331,7 +331,8 @@ class TierProcess(OwnedProcess):
             case TierFrame.LEFT if self._left_asked:
                 self._hear_left(frames.unpack_left(body))
             case TierFrame.LEAVING:
-                self.end_because(frames.unpack_text(body))  # lest it says so and stays
+                self._reason = self._reason or frames.unpack_text(body)  # it may be gone already
+                self.end_because(self._reason)  # lest it says so and stays
             case _:
                 raise BadFrame(f"{kind.name} at the wrong time")
 
