@@ -75,10 +75,6 @@ PLACE_S = 1.0  # between looks whether what it keeps its blocks in was taken awa
 _STOP_S = 1.0  # for calls under way
 
 _REASONS = frozenset(TierReason)
-_POSSIBLE = {
-    TierFrame.READ: (Outcome.DONE, Outcome.MISSING, Outcome.FAILED),
-    TierFrame.WRITE: (Outcome.DONE, Outcome.FULL, Outcome.FAILED, Outcome.DAMAGED),
-}
 
 
 class Answered(NamedTuple):
@@ -276,7 +272,7 @@ class TierLoop:
         summed = np.zeros(frames.count_parts(order) if self._checksums else 0, dtype=np.uint64)
         blocks = _blocks(order, lent, summed)
         answers = self._store.read(blocks, order.deadline)
-        outcomes = _checked(answers, len(blocks), _POSSIBLE[order.kind])
+        outcomes = _checked(answers, len(blocks), frames.OUTCOMES[order.kind])
         if self._checksums:
             sums.complete(blocks, outcomes.tolist())
         return Answered(outcomes, _copied(order, outcomes), summed)
@@ -295,7 +291,7 @@ class TierLoop:
         right = np.flatnonzero(left)
         given = [blocks[row] for row in right.tolist()]
         answers = self._store.write(given, order.deadline) if given else ()
-        outcomes[right] = _checked(answers, len(given), _POSSIBLE[order.kind])
+        outcomes[right] = _checked(answers, len(given), frames.OUTCOMES[order.kind])
         sums.doubt(blocks, outcomes)
         return Answered(outcomes, _copied(order, outcomes))
 

@@ -26,6 +26,7 @@ from kvd.tiers.store import (
     MAX_SCOPES_PER_CALL,
     PART_UNIT,
     SCOPE_BYTES,
+    Outcome,
     TierOptions,
     TierReason,
     TierUsage,
@@ -78,6 +79,11 @@ ORDERS = frozenset(
     }
 )
 COPIES = frozenset({TierFrame.READ, TierFrame.WRITE})
+# What may become of a block of a copy.
+OUTCOMES = {
+    TierFrame.READ: (Outcome.DONE, Outcome.MISSING, Outcome.FAILED),
+    TierFrame.WRITE: (Outcome.DONE, Outcome.FULL, Outcome.FAILED, Outcome.DAMAGED),
+}
 
 
 class OrderEnd(enum.IntEnum):

@@ -33,7 +33,7 @@ from kvd.tiers.frames import (
     TierRefusal,
 )
 from kvd.tiers.kinds import OPEN_DISK
-from kvd.tiers.store import Found, Outcome, TierUsage
+from kvd.tiers.store import Found, TierUsage
 
 __all__ = [
     "OrderEnd",
@@ -453,10 +453,10 @@ def _require_possible(answer: TierAnswer, order: Order) -> None:
         return
     if len(values) != order.count:
         raise BadFrame(f"{len(values)} values of an order of {order.count}")
-    possible = Outcome if order.kind in COPIES else Found
-    least, most = min(possible), max(possible)
-    if int(values.min()) < least or int(values.max()) > most:
-        raise BadFrame(f"values {np.unique(values).tolist()} of {order.kind.name}")
+    possible = frames.OUTCOMES[order.kind] if order.kind in COPIES else tuple(Found)
+    said = np.unique(values).tolist()
+    if not set(said) <= set(map(int, possible)):
+        raise BadFrame(f"values {said} of {order.kind.name}")
 
 
 def _require_sums(answer: TierAnswer, order: Order, *, wanted: bool) -> None:

@@ -25,7 +25,7 @@ from kvd.tiers.process import (
     ProcessReason,
     TierAnswer,
 )
-from kvd.tiers.store import TierUsage
+from kvd.tiers.store import Outcome, TierUsage
 from tests.tiers.tier_rig import (
     BAD,
     MEMORY,
@@ -57,6 +57,8 @@ def _usage(**changes: Any) -> bytes:
         frame(TierFrame.ANSWER, _answer()),  # no values
         frame(TierFrame.ANSWER, _answer(order=OrderId(99))),
         frame(TierFrame.ANSWER, _answer(values=np.array([9], dtype=np.uint8))),
+        frame(TierFrame.ANSWER, _answer(values=np.array([Outcome.FULL], dtype=np.uint8))),
+        frame(TierFrame.ANSWER, _answer(values=np.array([Outcome.DAMAGED], dtype=np.uint8))),
         frame(TierFrame.ANSWER, _answer(values=np.array([1, 1], dtype=np.uint8))),
         frame(TierFrame.ANSWER, _answer(end=OrderEnd.FAILED, values=np.ones(1, dtype=np.uint8))),
         frame(TierFrame.ANSWER, _answer(end=OrderEnd.FAILED)[:-8]),
