@@ -48,6 +48,7 @@ __all__ = [
 # What one mover may have been given and not yet ended. Beyond it a transfer is refused.
 MAX_TRANSFERS_QUEUED = 4096
 MAX_ORDER_BYTES_QUEUED = 32 << 20
+MAX_FACTS_DUE = 64  # that it may tell at once: more than it has threads
 START_S = 30.0
 START_GPU_S = 60.0  # CuPy's import, the driver's start, a context
 # Copies past this size bypass the cache, so that two movers don't fight over it.
@@ -140,6 +141,7 @@ class MoverProcess(OwnedProcess):
         self._given: dict[TransferId, _GivenTransfer] = {}
         self._queued_bytes = 0
         self.facts = MoverFacts()
+        self._facts_due = 2  # at most: as it starts, and before its first row is warm
         self._cold: Counter[RowId] = Counter()
         self._unmapping: Counter[RowId] = Counter()
         self._warm = asyncio.Event()
@@ -250,10 +252,12 @@ class MoverProcess(OwnedProcess):
                 self._hello.set_exception(_as_error(refusal))
             case FrameKind.FINISHED:
                 self._hear_finished(frames.unpack_finished(body))
-            case FrameKind.FACTS:
+            case FrameKind.FACTS if self._facts_due:
+                self._facts_due -= 1
                 self.facts = self._checked(MoverFacts.unpack(body))
             case FrameKind.ROW_WARM:
                 _take_one(self._cold, body)
+                self._expect_facts()
                 if not self._cold:
                     self._warm.set()
             case FrameKind.ROW_UNMAPPED:
@@ -267,7 +271,12 @@ class MoverProcess(OwnedProcess):
             raise BadFrame(f"the end of transfer {finished.transfer}, which it does not have")
         self._queued_bytes -= given.size
         given.require_possible(finished)
+        self._expect_facts()
         self._sink.transfer_finished(self.mover, finished)
+
+    def _expect_facts(self) -> None:
+        """A thread of the mover's has done something, and may tell once what has changed."""
+        self._facts_due = min(MAX_FACTS_DUE, self._facts_due + 1)
 
     def _checked(self, facts: MoverFacts) -> MoverFacts:
         uuid = "" if facts.gpu is None else facts.gpu.uuid

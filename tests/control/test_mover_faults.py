@@ -441,6 +441,15 @@ async def test_a_mover_that_writes_nonsense_is_ended_with_that_as_the_reason(
         assert mover.facts in (MoverFacts(), TRUE_FACTS)  # not what came last
 
 
+@on_loop
+async def test_a_mover_that_tells_its_facts_again_and_again_is_ended() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        parent.Channel(mover).data_received(3 * frame(FrameKind.FACTS, TRUE_FACTS.pack()))
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.gone[0][1] == "wrote nonsense: FACTS at the wrong time"
+
+
 _CONTROL = """
 import asyncio, sys
 from tests.control.mover_rig import Rig, give, one_part
