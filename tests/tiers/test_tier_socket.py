@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvd.processes import parent
-from kvd.processes.framing import MAX_TEXT_CHARS, frame
+from kvd.processes.framing import MAX_TEXT_CHARS, BadFrame, frame
 from kvd.tiers import frames
-from kvd.tiers.frames import Order, TierFrame, TierLeft, TierRefusal
+from kvd.tiers.frames import Order, TierFrame, TierHello, TierLeft, TierRefusal
 from kvd.tiers.process import (
     OrderEnd,
     OrderId,
@@ -93,6 +93,13 @@ async def test_a_process_that_writes_nonsense_is_ended_with_that_as_the_reason(s
         await r.sink.until(lambda: r.sink.gone)
         assert "wrote nonsense" in r.sink.gone[0]
         assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
+
+
+@pytest.mark.parametrize("point", ["/\u00e9" * frames.MAX_MOUNTS_CHARS, "/a\0b"])
+def test_what_no_later_process_could_be_told_is_no_hello(point: str) -> None:
+    """Its keeper would never start another."""
+    with pytest.raises(BadFrame, match="no hello"):
+        frames.unpack_hello(frames.pack_hello(TierHello(names_left=True, mounts=(point,))))
 
 
 def test_what_a_store_says_in_words_is_cut() -> None:
