@@ -24,7 +24,8 @@ from kvd.mover.layout import (
     MoverConfig,
     Region,
 )
-from kvd.processes.framing import BadFrame, clean_text
+from kvd.processes import framing
+from kvd.processes.framing import BadFrame
 from kvd.processes.mappings import ExtentFiles
 
 
@@ -250,8 +251,4 @@ def pack_refusal(refusal: Refusal) -> bytes:
 
 def unpack_refusal(body: bytes) -> Refusal:
     """BadFrame for nonsense."""
-    try:
-        fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
-        return Refusal(**{name: clean_text(value) for name, value in fields.items()})
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"no refusal: {error!r:.200}") from error
+    return framing.unpack_refusal(Refusal, body)

@@ -7,9 +7,10 @@ bytes. Both ends run the same code of the same commit: there is no version and n
 from __future__ import annotations
 
 import enum
+import json
 import struct
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 # Largest frame: one transfer of 8192 blocks with 64 engine blocks each is 2.1 MiB.
 MAX_FRAME_BYTES = 16 << 20
@@ -18,6 +19,7 @@ MAX_TEXT_CHARS = 1000  # of what a process says in words; the rest is cut off
 _HEADER = struct.Struct("<II")
 
 Kind = TypeVar("Kind", bound=enum.IntEnum)
+Refused = TypeVar("Refused")
 
 
 class BadFrame(Exception):
@@ -36,6 +38,15 @@ def frame(kind: enum.IntEnum, body: bytes = b"") -> bytes:
 def clean_text(value: object) -> str:
     """What a process says in words: at most so long, and such that every message can carry it."""
     return str(value)[:MAX_TEXT_CHARS].encode(errors="replace").decode()
+
+
+def unpack_refusal(make: Callable[..., Refused], body: bytes) -> Refused:
+    """A process's word why it can't serve, of its fields in JSON. BadFrame for nonsense."""
+    try:
+        fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+        return make(**{name: clean_text(value) for name, value in fields.items()})
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"no refusal: {error!r:.200}") from error
 
 
 class FrameReader(Generic[Kind]):

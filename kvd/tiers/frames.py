@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch, RowId, TierId
+from kvd.processes import framing
 from kvd.processes.framing import BadFrame, clean_text
 from kvd.processes.mappings import ExtentFiles
 from kvd.tiers.store import (
@@ -488,11 +489,7 @@ def pack_refusal(refusal: TierRefusal) -> bytes:
 
 def unpack_refusal(body: bytes) -> TierRefusal:
     """BadFrame for nonsense."""
-    try:
-        fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
-        return TierRefusal(**{name: clean_text(value) for name, value in fields.items()})
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise BadFrame(f"no refusal: {error!r:.200}") from error
+    return framing.unpack_refusal(TierRefusal, body)
 
 
 def pack_usage(usage: TierUsage) -> bytes:
