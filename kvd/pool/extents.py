@@ -79,11 +79,12 @@ def has_mark(directory: Path, mark: str) -> bool:
 
 def is_marked(directory: Path) -> bool:
     """Whether the extents of a pool of this user are in a directory, whichever pool that is."""
+    own = os.geteuid()
     with contextlib.suppress(OSError), os.scandir(directory) as found:
-        for each in found:
-            own = each.stat(follow_symlinks=False).st_uid == os.geteuid()
-            if own and re.fullmatch(_MARK, each.name):
-                return True
+        return any(
+            re.fullmatch(_MARK, each.name) and each.stat(follow_symlinks=False).st_uid == own
+            for each in found
+        )
     return False
 
 

@@ -107,7 +107,7 @@ def require_apart(config: PoolConfig) -> None:
         for above in (place, *place.parents):
             if above != own and _has_own_file(above, "pool.header"):
                 raise _anothers(f"{setting} {place} is in the directory of another pool, {above}")
-    if is_marked(own) and not _has_own_file(own, "lock"):
+    if not _has_own_file(own, "lock") and is_marked(own):
         raise _anothers(f"pool_directory {own} has the extents of another pool")
 
 

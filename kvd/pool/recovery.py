@@ -195,10 +195,11 @@ class Recovery:
         hash_bytes = self.books.registry.namespaces[namespace].spec.hash_bytes
         records = self._records_of(rows)
         records = records[table.ready(records)]
-        scopes = np.minimum(table.scopes(records), len(groups) - 1)
+        named = table.scopes(records)
+        scopes = np.minimum(named, len(groups) - 1)
         whole = table.whole(records, hash_bytes)
         good = whole & (groups[scopes] == group)
-        cleared = table.scopes(records) < self.books.registry.cleared_below(namespace)
+        cleared = named < self.books.registry.cleared_below(namespace)
         self.dropped_records += int((~whole | ~good & ~cleared).sum())
         checked = self._checked(rows, records[good])
         self.unchecked_records += int((~checked).sum())

@@ -454,7 +454,7 @@ def _require_possible(answer: TierAnswer, order: Order) -> None:
     if len(values) != order.count:
         raise BadFrame(f"{len(values)} values of an order of {order.count}")
     possible = frames.OUTCOMES[order.kind] if order.kind in COPIES else tuple(Found)
-    said = np.unique(values).tolist()
+    said = np.flatnonzero(np.bincount(values)).tolist()
     if not set(said) <= set(map(int, possible)):
         raise BadFrame(f"values {said} of {order.kind.name}")
 

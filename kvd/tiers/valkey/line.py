@@ -220,12 +220,11 @@ class Line:
     def _require_nothing_unasked(self) -> None:
         """ConnectionError where more has come than was asked for: which answer is whose, none can
         tell from then on, and the answers to one question would be taken for another's."""
-        if self._at == self._end and self._is_plain:
-            with contextlib.suppress(BlockingIOError):
-                if not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    return  # it has ended; whoever asks will hear so
-                raise ConnectionError("the server sends more answers than it was asked for")
-        if self._at != self._end:
+        more = self._at != self._end
+        if not more and self._is_plain:
+            with contextlib.suppress(BlockingIOError):  # nothing: it has ended; who asks hears so
+                more = bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        if more:
             raise ConnectionError("the server sends more answers than it was asked for")
 
     def _skip(self, length: int) -> None:
