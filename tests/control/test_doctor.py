@@ -399,14 +399,20 @@ def test_limits_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
     assert System.read().processor
 
 
-def test_of_a_daemon_that_does_not_answer_no_other_place_is_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its own was given by flags, and what the settings name is not there."""
+@pytest.fixture
+def other_settings(tmp_path: Path) -> Path:
+    """A file of settings whose pool is not there: the daemon's own is given by flags."""
     file = tmp_path / "kvd.toml"
     file.write_text(f'pool_directory = "{tmp_path}/none"\n')
+    return file
+
+
+def test_of_a_daemon_that_does_not_answer_no_other_place_is_looked_at(
+    other_settings: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own was given by flags, and what the settings name is not there."""
     with daemon() as running:
-        command = ["doctor", "--socket", running.socket, "--config", str(file)]
+        command = ["doctor", "--socket", running.socket, "--config", str(other_settings)]
         os.kill(running.pid, signal.SIGSTOP)
         try:
             assert main([*command, "--timeout", "0.5"]) == 3
@@ -419,14 +425,12 @@ def test_of_a_daemon_that_does_not_answer_no_other_place_is_looked_at(
 
 
 def test_of_a_daemon_that_was_killed_no_other_pool_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    other_settings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its own was given by flags: the one of the settings was never meant to be there."""
-    file = tmp_path / "kvd.toml"
-    file.write_text(f'pool_directory = "{tmp_path}/none"\n')
     with daemon() as running:
         running.stop(signal.SIGKILL)
-        assert main(["doctor", "--socket", running.socket, "--config", str(file)]) == 3
+        assert main(["doctor", "--socket", running.socket, "--config", str(other_settings)]) == 3
     said = capsys.readouterr().out
     assert "the daemon that made it is gone" in said
     assert "and start it again" in said
