@@ -123,24 +123,27 @@ def test_a_rank_that_finds_no_driver_ends_at_its_start(
 
 
 @pytest.mark.parametrize(
-    ("sleeps", "on_cpu", "told", "refused"),
+    ("flag", "on_cpu", "told", "refused"),
     [
-        (True, False, False, True),
-        (True, False, True, False),
-        (True, True, False, False),
-        (False, False, False, False),
+        ("enable_sleep_mode", False, False, True),
+        ("enable_sleep_mode", False, True, False),
+        ("enable_sleep_mode", True, False, False),
+        ("enable_cumem_allocator", False, False, True),
+        ("enable_cumem_allocator", False, True, False),
+        ("", False, False, False),
     ],
 )
 def test_sleep_that_the_connector_is_not_told_of_is_refused_on_a_gpu(
     model: Path,
     monkeypatch: pytest.MonkeyPatch,
-    sleeps: bool,
+    flag: str,
     on_cpu: bool,
     told: bool,
     refused: bool,
 ) -> None:
     made = configure(model)
-    monkeypatch.setattr(made.vllm.model_config, "enable_sleep_mode", sleeps)
+    if flag:
+        monkeypatch.setattr(made.vllm.model_config, flag, True)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpu)
     monkeypatch.delattr(KVConnectorBase_V1, SLEEP_HOOK, raising=False)
     if told:
@@ -148,5 +151,7 @@ def test_sleep_that_the_connector_is_not_told_of_is_refused_on_a_gpu(
     if not refused:
         check_sleep(made.vllm)
         return
-    with pytest.raises(ValueError, match="Take --enable-sleep-mode away"):
+    with pytest.raises(
+        ValueError, match="Take --enable-sleep-mode and --enable-cumem-allocator away"
+    ):
         check_sleep(made.vllm)

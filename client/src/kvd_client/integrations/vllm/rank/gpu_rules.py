@@ -44,8 +44,8 @@ ZEROED_TOO_EARLY = (
 SLEEP_HOOK = "unregister_kv_caches"  # of vLLM's connectors, since 0.33
 SLEEPS_UNTOLD = (
     "this vLLM frees its KV cache when it sleeps and does not tell the connector, so kvd's copies"
-    " would go into freed memory. Take --enable-sleep-mode away, use vLLM 0.33 or later, "
-    + WITHOUT_KVD
+    " would go into freed memory. Take --enable-sleep-mode and --enable-cumem-allocator away, use"
+    " vLLM 0.33 or later, " + WITHOUT_KVD
 )
 
 
@@ -65,11 +65,14 @@ def check_sleep(vllm_config: Any) -> None:
     """Raise ValueError where vLLM may free the KV's memory without telling the connector.
 
     vLLM 0.32 has no hooks around sleep. The mover would go on copying into what was freed, or
-    after waking lies elsewhere. Its CPU backend frees nothing when it sleeps.
+    after waking lies elsewhere. Its CPU backend frees nothing when it sleeps. Any vLLM that has
+    sleep mode's allocator can be told to sleep, also where sleep mode was not asked for.
     """
     from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
 
-    sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    model_config = vllm_config.model_config
+    flags = ("enable_sleep_mode", "enable_cumem_allocator")
+    sleeps = any(getattr(model_config, flag, False) for flag in flags)
     if sleeps and not current_platform.is_cpu() and not hasattr(KVConnectorBase_V1, SLEEP_HOOK):
         raise ValueError(SLEEPS_UNTOLD)
 
