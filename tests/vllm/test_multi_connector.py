@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,13 +24,7 @@ def test_an_engine_loads_from_kvd_beside_another_connector(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
-    both = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [ours, other]},
-    }
-    engine = start_engine(kv_transfer_config=both)
+    engine = start_engine(kv_transfer_config=_multi(ours, other))
     engine.wait_for_daemon()
     prompts = [prompt(f"multi {n}", LENGTH) for n in range(3)]
     cold = engine.store(*prompts)
@@ -59,3 +55,22 @@ def test_an_outer_configuration_that_cannot_work_is_refused_at_the_start(
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": inner, **outer}
     with pytest.raises(AssertionError, match=f"ValueError: .*{fix}"):
         start_engine(kv_transfer_config=both)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_of_one_daemons_are_refused_at_the_start(
+    start_engine: StartEngine, kvd: NodeDaemon, nested: bool
+) -> None:
+    ours = with_kvd(kvd.socket)["kv_transfer_config"]
+    second = _multi(ours) if nested else ours
+    with pytest.raises(AssertionError, match="ValueError: KvdConnector is named twice for the dae"):
+        start_engine(kv_transfer_config=_multi(ours, second))
+
+
+def _multi(*connectors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [copy.deepcopy(each) for each in connectors]},
+    }

@@ -7,7 +7,7 @@ side, failure reports, sleep hooks and the handshake. See docs/adr/0011.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ from kvd_client.integrations.vllm.identity.namespace import (
     engine_identity,
 )
 from kvd_client.integrations.vllm.metadata import RankHandshake
-from kvd_client.integrations.vllm.options import WHERE
+from kvd_client.integrations.vllm.options import WHERE, KvdOptions
 from kvd_client.integrations.vllm.plugin import knows_spec, register_spec
 from kvd_client.integrations.vllm.rank.gpu_rules import check_sleep, check_step_order
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
@@ -227,3 +227,30 @@ def _check_engines_own() -> None:
     outer = get_current_vllm_config_or_none()
     if outer is not None and outer.kv_transfer_config is not None:
         check_transfer(outer.kv_transfer_config)
+        _check_named_once(outer.kv_transfer_config.kv_connector_extra_config)
+
+
+def _check_named_once(outer: Mapping[str, Any]) -> None:
+    """Raise ValueError where MultiConnector's part names this connector twice for one daemon.
+
+    To the daemon both would be one engine: each would end the other's session, over and over.
+    """
+    found: set[tuple[str, str]] = set()
+    for options in _options_beside(outer):
+        engine = (options.socket_path, options.engine_name)
+        if engine in found:
+            raise ValueError(
+                f"KvdConnector is named twice for the daemon at {options.socket_path}, and each"
+                " would end the other's session. Leave one of the two out of --kv-transfer-config"
+            )
+        found.add(engine)
+
+
+def _options_beside(outer: Mapping[str, Any]) -> Iterator[KvdOptions]:
+    """Those of each of this connector's parts under MultiConnector, also where these are nested."""
+    for part in outer.get("connectors") or ():
+        extra_config = part.get("kv_connector_extra_config") or {}
+        yield from _options_beside(extra_config)
+        is_ours = part.get("kv_connector") == KvdConnector.__name__
+        if is_ours and extra_config.get("spec_name", SPEC_NAME) == SPEC_NAME:
+            yield KvdOptions.from_extra_config(extra_config)
