@@ -166,7 +166,7 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
                 f"{len(s.ranks)}/{s.world_size}",
                 s.jobs_in_flight,
                 s.leases,
-                "usable" if s.usable else "waiting for ranks",
+                _state(s),
             )
             for s in status.sessions
         ],
@@ -175,6 +175,18 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
     yield from _ranks(status)
     yield from _tiers(status)
     yield from _tenants_and_namespaces(status)
+
+
+def _state(session: operator_pb2.SessionStatus) -> str:
+    if session.usable:
+        return "usable"
+    return "waiting for movers' ends" if awaits_ends(session) else "waiting for ranks"
+
+
+def awaits_ends(session: operator_pb2.SessionStatus) -> bool:
+    """Whether one that is not usable lacks no rank: its movers are ending, or one of them. A
+    session that has ended has no world size."""
+    return len(session.ranks) >= session.world_size
 
 
 def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
+import logging
 import os
 import socket
 import struct
@@ -14,12 +15,17 @@ from contextlib import suppress
 from typing import ClassVar
 
 from kvd.core.lifecycle import step
+from kvd.linux.proc import state_of
 from kvd.processes.complaints import NO_MORE_PROCESSES
 from kvd.processes.framing import MAX_FRAME_BYTES, BadFrame, FrameReader, frame
 from kvd.processes.launch import Launched, how_it_ended
 
+log = logging.getLogger(__name__)
+
 MAX_BYTES_UNREAD = 64 << 20  # a process that lets this much lie hangs, and is ended
 STOP_S = 3.0
+STAYS_S = 5.0  # after it was killed; then the log says that it stays
+ENDED_STATES = ("Z", "X", "gone")
 # Why a process ended that control had no more need of.
 KILLED, STOPPED = "killed by control", "stopped"
 # What a frame that says the impossible raises where it is read or taken up.
@@ -112,6 +118,7 @@ class OwnedProcess(ABC):
         self._how_ended = ""  # what the system says of its end, where nobody says more
         self._start_stage = StartStage.STARTING
         self._end_signs = EndSigns.RUNNING
+        self._told_late: asyncio.TimerHandle | None = None  # at one that was killed
 
     # -- for the subclass -------------------------------------------------------------------
 
@@ -186,6 +193,23 @@ class OwnedProcess(ABC):
         if self._end_signs in {EndSigns.RUNNING, EndSigns.CLOSED}:
             self._reason = self._reason or reason
             self._child.kill()
+            if self._told_late is None:
+                self._told_late = self._loop.call_later(STAYS_S, self._tell_that_it_stays)
+
+    def _tell_that_it_stays(self) -> None:
+        """Log that the kernel does not end it, unless it has and that is not noted yet."""
+        try:
+            state = state_of(self.pid)
+        except OSError:  # descriptors or memory are short
+            state = "unknown"
+        if self._end_signs in {EndSigns.RUNNING, EndSigns.CLOSED} and state not in ENDED_STATES:
+            log.warning(
+                "the %s process %d was killed and has not ended (its state is %s), as where the"
+                " kernel waits for a device: until it has, what it maps is kept from use",
+                self.title,
+                self.pid,
+                state,
+            )
 
     def left_unread(self) -> Iterator[bytes]:
         """What the channel still holds once its transport is closed; a frame's length at most."""
@@ -255,6 +279,8 @@ class OwnedProcess(ABC):
     def _end(self) -> None:
         """Both signs are there, so every frame was read."""
         self._end_signs = step(END_STEPS, self._end_signs, EndSigns.GONE)
+        if self._told_late is not None:
+            self._told_late.cancel()
         self._reason = self._reason or self._how_ended
         self._gone.set_result(None)
         if not self._hello.done():

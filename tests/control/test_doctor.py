@@ -168,6 +168,24 @@ def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
     assert any("workers" in found.fix for found in faults(on))
 
 
+@pytest.mark.parametrize(
+    ("engine_id", "world_size"), [("e", 1), ("", 0)], ids=["it lives", "it has ended"]
+)
+def test_a_session_whose_mover_does_not_end_lacks_no_worker(
+    place: Path, engine_id: str, world_size: int
+) -> None:
+    on = subject(place)
+    assert on.status is not None
+    session = on.status.sessions.add(engine_id=engine_id, world_size=world_size)
+    session.ranks.add(mover_pid=4711)
+    (found,) = faults(on)
+    assert "an end among its movers (pid 4711)" in found.problem
+    assert "workers" not in found.fix
+    shown = "\n".join(as_text(on.status))  # `kvd status`
+    assert "waiting for movers' ends" in shown
+    assert "waiting for ranks" not in shown
+
+
 @pytest.mark.parametrize(("short_lives", "said"), [(0, False), (1, False), (2, True)])
 def test_a_tier_that_ends_again_and_again_is_not_well_while_it_serves(
     place: Path, short_lives: int, said: bool

@@ -65,6 +65,7 @@ from tests.control.mover_rig import (
     proc_text,
     rig,
 )
+from tests.waiting import wait_until
 
 DONE, FAILED = TransferOutcome.DONE, TransferOutcome.FAILED
 SENT_TO_GROUPS = (*STOPPING, *IGNORED, signal.SIGHUP, signal.SIGUSR1)
@@ -368,6 +369,26 @@ async def test_a_stopped_process_is_killed_after_its_time(monkeypatch: pytest.Mo
         os.kill(mover.pid, signal.SIGSTOP)
         await mover.stop()
         assert len(r.sink.gone) == 1
+
+
+@on_loop
+async def test_a_process_that_was_killed_and_stays_is_named_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parent, "STAYS_S", 0.0)
+    async with rig() as r:
+        mover = await r.start()
+        with monkeypatch.context() as undying:  # as in the kernel, where no signal reaches it
+            undying.setattr(mover._child, "kill", lambda: None)
+            mover.kill()
+            mover.kill()
+            await asyncio.to_thread(wait_until, lambda: bool(caplog.messages), "a word of it")
+        (said,) = caplog.messages
+        assert f"the mover process {mover.pid} was killed and has not ended" in said
+        mover.kill()
+        await r.sink.until(lambda: r.sink.gone)
+        mover._tell_that_it_stays()
+        assert caplog.messages == [said]
 
 
 @on_loop

@@ -15,7 +15,7 @@ from kvd import native
 from kvd.cli.calls import socket_gone
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.cli.pool_settings import pool_config
-from kvd.cli.status import how_it_flaps
+from kvd.cli.status import awaits_ends, how_it_flaps
 from kvd.config.settings import Config
 from kvd.control.access.descriptors import COMFORTABLE, LEAST
 from kvd.control.http import try_to_listen
@@ -52,6 +52,11 @@ LEAST_PROCESSORS = 1.0
 NOT_LEASED_SHARE = 0.01  # of the blocks that were loaded: less is two who met for a moment
 LOOK_AT_WORKERS = (
     "look at the engine's workers: each must reach the socket (their logs say why not)"
+)
+
+WAIT_FOR_ENDS = (
+    "look again in 10 seconds: one that was killed and stays waits in the kernel, as for a GPU that"
+    " hangs (dmesg, /proc/PID/stack); mend or reset that, or start the machine anew"
 )
 
 
@@ -470,6 +475,17 @@ def _versions(on: Subject) -> Iterator[Diagnosis]:
         )
 
 
+def _ending(session: pb.SessionStatus) -> Diagnosis:
+    """Of a session that waits for its movers, or one of them, to end."""
+    whose = f" of {session.engine_id}" if session.engine_id else ", which has ended,"
+    movers = ", ".join(str(rank.mover_pid) for rank in session.ranks)
+    return Diagnosis(
+        "daemon",
+        f"session {session.session_id}{whose} waits for an end among its movers (pid {movers})",
+        WAIT_FOR_ENDS,
+    )
+
+
 def _service(on: Subject) -> Iterator[Diagnosis]:
     """What the running daemon says of itself."""
     status = on.status
@@ -479,7 +495,9 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
     if is_draining:
         yield Diagnosis("daemon", "it drains: it takes no work", "kvd undrain")
     for session in status.sessions:
-        if not session.usable:
+        if not session.usable and awaits_ends(session):
+            yield _ending(session)
+        elif not session.usable:
             had = f"{len(session.ranks)} of {session.world_size} ranks"
             yield Diagnosis(
                 "daemon",
