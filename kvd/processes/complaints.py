@@ -14,6 +14,10 @@ NO_MORE_PROCESSES = (
     "there are as many processes and threads as there may be: raise TasksMax of the service, the"
     " container's or pod's limit of pids, or LimitNPROC"
 )
+_OF_STACKS = (
+    (resource.RLIMIT_DATA, "data", "LimitDATA (ulimit -d)"),
+    (resource.RLIMIT_AS, "addresses", "LimitAS (ulimit -v)"),
+)
 _NO_THREAD = "can't start new thread"  # Python's word
 MAX_COMPLAINTS = 100
 COMPLAINT_SECONDS = 60.0  # after that, one more in so long: such a process may run for months
@@ -24,14 +28,15 @@ _title = "mover"
 
 
 def why_no_thread() -> str:
-    """Why a thread could not be started, and the fix: its stack needs addresses, too."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return NO_MORE_PROCESSES
-    return (
-        f"this process may have {limit >> 20} MiB of addresses, and each thread takes some: raise"
-        f" LimitAS (ulimit -v), or else {NO_MORE_PROCESSES}"
-    )
+    """Why a thread could not be started, and the fix: its stack needs memory, too."""
+    for which, what, fix in _OF_STACKS:
+        limit = resource.getrlimit(which)[0]
+        if limit != resource.RLIM_INFINITY:
+            return (
+                f"this process may have {limit >> 20} MiB of {what}, and each thread takes some:"
+                f" raise {fix}, or else {NO_MORE_PROCESSES}"
+            )
+    return NO_MORE_PROCESSES
 
 
 def finds_no_thread(error: Exception) -> bool:

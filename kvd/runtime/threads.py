@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import threading
@@ -14,6 +15,7 @@ from kvd.processes.complaints import why_no_thread
 # Of a daemon that serves nobody: all but gRPC's one for each processor, and a few for work.
 LEAST_THREADS = 12
 OF_GRPC = (4, 16)  # from, and up to; without them gRPC tries again for ever, and serves nobody
+BEGINS_S = 5.0  # for a thread's first line; one that finds no memory as it begins never comes there
 Given = TypeVar("Given")
 Found = TypeVar("Found")
 
@@ -29,21 +31,30 @@ def require_threads() -> None:
     """
     least, most = OF_GRPC
     wanted = LEAST_THREADS + min(max(least, os.cpu_count() or 1), most)
-    begun: list[threading.Thread] = []
-    may_end = threading.Event()
+    begun = 0
+    begins, ends, may_end = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    def try_one() -> None:
+        try:
+            begins.release()
+            may_end.wait()
+        finally:
+            ends.release()
+
     try:
-        for _ in range(wanted):
-            thread = threading.Thread(target=may_end.wait, name="kvd-tried", daemon=True)
-            thread.start()
-            begun.append(thread)
-    except RuntimeError:
+        while begun < wanted:
+            _thread.start_new_thread(try_one, ())  # Thread.start has no bound for its wait
+            if not begins.acquire(timeout=BEGINS_S):
+                raise MemoryError
+            begun += 1
+    except (RuntimeError, MemoryError):
         raise NoThread(
-            f"a daemon needs {wanted} threads, and finds {len(begun)}: {why_no_thread()}"
+            f"a daemon needs {wanted} threads, and finds {begun}: {why_no_thread()}"
         ) from None
     finally:
         may_end.set()
-        for thread in begun:
-            thread.join()
+        for _ in range(begun):
+            ends.acquire(timeout=BEGINS_S)
 
 
 async def to_its_end(work: Callable[[Given], None], given: Given) -> None:

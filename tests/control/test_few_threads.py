@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import resource
 import threading
@@ -14,10 +15,11 @@ import pytest
 from kvd.control import memory_return
 from kvd.control.access import door
 from kvd.control.access.door import Door
+from kvd.runtime import threads
 from kvd.runtime.threads import NoThread, require_threads, to_its_end
 
 
-def _no_thread(_thread: threading.Thread) -> None:
+def _no_thread(*_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
@@ -25,6 +27,7 @@ def _no_thread(_thread: threading.Thread) -> None:
 def no_more_threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No thread starts, until this is undone."""
     monkeypatch.setattr(threading.Thread, "start", _no_thread)
+    monkeypatch.setattr(_thread, "start_new_thread", _no_thread)
     return monkeypatch
 
 
@@ -48,16 +51,36 @@ async def test_work_that_found_no_thread_is_never_done(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("limit", "named"), [(resource.RLIM_INFINITY, False), (300 << 20, True)], ids=["any", "few"]
+    ("limited", "said"),
+    [
+        (None, ""),
+        (resource.RLIMIT_AS, "300 MiB of addresses, and each thread takes some: raise LimitAS"),
+        (resource.RLIMIT_DATA, "300 MiB of data, and each thread takes some: raise LimitDATA"),
+    ],
 )
-def test_who_finds_no_thread_is_told_of_addresses_where_those_are_limited(
-    no_more_threads: pytest.MonkeyPatch, limit: int, named: bool
+def test_who_finds_no_thread_is_told_of_memory_where_that_is_limited(
+    no_more_threads: pytest.MonkeyPatch, limited: int | None, said: str
 ) -> None:
-    no_more_threads.setattr(resource, "getrlimit", lambda _which: (limit, limit))
+    def getrlimit(which: int) -> tuple[int, int]:
+        limit = 300 << 20 if which == limited else resource.RLIM_INFINITY
+        return limit, limit
+
+    no_more_threads.setattr(resource, "getrlimit", getrlimit)
     with pytest.raises(NoThread, match="TasksMax") as told:
         require_threads()
-    assert ("may have 300 MiB of addresses" in str(told.value)) is named
-    assert ("raise LimitAS (ulimit -v)" in str(told.value)) is named
+    assert said in str(told.value)
+    assert ("each thread takes some" in str(told.value)) is bool(said)
+
+
+def test_a_thread_that_finds_no_memory_for_its_first_line_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux had a stack for it, and then it ends without a word."""
+    start = _thread.start_new_thread
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: start(lambda: None, ()))
+    monkeypatch.setattr(threads, "BEGINS_S", 0.01)
+    with pytest.raises(NoThread, match="finds 0"):
+        require_threads()
 
 
 class TakesAndFails:
