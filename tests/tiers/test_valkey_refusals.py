@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +121,30 @@ def test_a_server_that_takes_no_more_connections_is_not_called_away(
         tell("CONFIG SET maxclients 100")
         until(lambda: store.write([source(key(1), content(1))], soon()) == [Outcome.DONE])
         store.close()
+
+
+def test_a_server_that_takes_nobody_from_another_machine_is_told_of_in_its_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As `protected-mode` does: it says why, unasked, and ends the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def turn_away() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    line, _ = listener.accept()
+                    line.sendall(b"-DENIED Running in protected mode\r\n")
+                    line.close()
+
+        threading.Thread(target=turn_away, daemon=True).start()
+        for _ in range(10):  # its word comes before what is asked, or after that
+            caplog.clear()
+            met = servers.Servers(ValkeyOptions.of({"addresses": address}))
+            met.open()
+            met.close()
+            assert f"{address}: DENIED Running in protected mode" in caplog.text
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_server_that_answers_now_and_then_is_not_said_to_be_silent_each_time(

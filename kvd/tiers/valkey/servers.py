@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 import ssl
 import threading
 import time
@@ -44,7 +45,9 @@ _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
 _ENDS_LINE = _REFUSED_LOGIN | {"READONLY"}  # another may have the server's name by now
 _OF_NO_SERVER = {"MOVED", "ASK", "TRYAGAIN", "WRONGTYPE", "OOM"}  # but of one value, or a slot
 _IS_NO_CLUSTER = "cluster support disabled"
-_HAS_NO_ROOM = "max number of clients"
+# Said to whoever connects, before the connection is ended: there is no room for one more, or
+# (protected-mode) nobody from another machine is taken.
+_TURNS_AWAY = re.compile(r"max number of clients|^DENIED\b")
 REFUSAL_NOTED_S = 10.0  # since a server refused the last time
 REFUSAL_SAID_S = 60.0  # between two lines of the log about refusals, and about one's silence
 
@@ -451,16 +454,16 @@ class Servers:
 
 
 def _greeted(home: Home, line: Line, hello: Sequence[Command], seconds: float) -> list[Answer]:
-    """What the server says to each. TierError where it has no room for one more: it says so, to
-    whatever it hears first, and ends the connection. OSError as in `Line.run`."""
+    """What the server says to each. TierError where it turns us away: it says so, asked or not,
+    and ends the connection. OSError as in `Line.run`."""
     try:
         said = line.run(hello, seconds)
         word = str(said[0]) if isinstance(said[0], ServerRefusal) else ""
     except ConnectionError:
         word = line.last_word()
-        if _HAS_NO_ROOM not in word:
+        if not _TURNS_AWAY.search(word):
             raise
-    if _HAS_NO_ROOM in word:
+    if _TURNS_AWAY.search(word):
         raise TierError(f"{home}: {word}", TierReason.REFUSED)
     return said
 
