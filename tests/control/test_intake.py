@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -58,6 +59,25 @@ async def test_share_comes_back_from_whoever_is_cancelled_as_his_turn_comes() ->
         await asyncio.gather(*tasks, return_exceptions=True)
         assert len(share) == 0
     assert entered
+
+
+async def test_who_gives_up_his_turn_late_gives_back_nothing_of_another() -> None:
+    share = intake.Share(1)
+    first = contextlib.AsyncExitStack()
+    await first.enter_async_context(share.hold(7, 1))
+
+    async def wait() -> None:
+        async with share.hold(7, 1):
+            pass
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()  # it hears of that when the share is back and taken anew
+    await first.aclose()
+    async with share.hold(7, 1):
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert share.is_taken(7)
+    assert len(share) == 0
 
 
 def varint(number: int) -> bytes:

@@ -88,8 +88,8 @@ class Share:
                 room.left -= wanted
                 turn.set_result(None)
             room.line.popleft()
-        if room.left == self.each:
-            self._rooms.pop(user, None)
+        if room.left == self.each and self._rooms.get(user) is room:
+            del self._rooms[user]
 
 
 class SmallMessages:
