@@ -44,11 +44,21 @@ needs_server = pytest.mark.skipif(server_binary() is None, reason="no Valkey ser
 
 
 @contextmanager
-def one_that_says(*pieces: bytes, in_turn: bool = False, hangs_up: bool = False) -> Iterator[Line]:
-    """A line to a server that says these pieces, whatever it is asked; `in_turn`: one a run."""
+def one_that_says(
+    *pieces: bytes,
+    in_turn: bool = False,
+    hangs_up: bool = False,
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+) -> Iterator[Line]:
+    """A line to a server that says these pieces, whatever it is asked; `in_turn`: one a run.
+
+    `tls`: how it and the line encrypt.
+    """
 
     def say() -> None:
         line, _ = listener.accept()
+        if tls is not None:
+            line = tls[0].wrap_socket(line, server_side=True)
         with line, suppress(OSError):
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.recv(1 << 20)
@@ -63,7 +73,7 @@ def one_that_says(*pieces: bytes, in_turn: bool = False, hangs_up: bool = False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         speaker = threading.Thread(target=say)
         speaker.start()
-        line = Line("127.0.0.1", listener.getsockname()[1], PATIENT_S)
+        line = Line("127.0.0.1", listener.getsockname()[1], PATIENT_S, tls and tls[1])
         try:
             yield line
         finally:
@@ -498,6 +508,43 @@ def encrypted(server: ValkeyServer, context: ssl.SSLContext) -> Iterator[str]:
         listener.shutdown(socket.SHUT_RDWR)
     for thread in threads:
         thread.join()
+
+
+def both_sides(place: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """How a server encrypts, and how who trusts it."""
+    file, secret = certificate(place, "server")
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(file, secret)
+    return theirs, ssl.create_default_context(cafile=str(file))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
+def test_what_came_encrypted_and_unasked_is_no_answer_to_the_next_question(tmp_path: Path) -> None:
+    tls = both_sides(tmp_path)
+    with one_that_says(b"+OK\r\n", b"+right\r\n", in_turn=True, tls=tls) as line:
+        assert asked(line, 1) == [b"OK"]
+        assert asked(line, 1) == [b"right"], "what TLS says for itself is nothing"
+
+    def ask_twice(line: Line) -> None:
+        assert asked(line, 1) == [b"OK"]  # unless the other has come already
+        select.select([line._socket], [], [])
+        asked(line, 1)
+
+    with (
+        one_that_says(b"+OK\r\n", b"+late\r\n", tls=tls) as line,
+        pytest.raises(ConnectionError, match="more answers than it was asked for"),
+    ):
+        ask_twice(line)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
+def test_an_encrypted_line_that_was_idle_and_is_closed_says_so(tmp_path: Path) -> None:
+    """Then another is made at once, and the server is not called away."""
+    with one_that_says(b"+OK\r\n", hangs_up=True, tls=both_sides(tmp_path)) as line:
+        assert asked(line, 1) == [b"OK"]
+        select.select([line._socket], [], [])
+        with pytest.raises(ConnectionResetError):
+            asked(line, 1)
 
 
 @needs_server

@@ -87,6 +87,8 @@ class Line:
             answers = [self._answer(room) for room in rooms]
         except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+        except ssl.SSLEOFError:
+            raise _closed() from None
         self._require_nothing_unasked()
         return answers
 
@@ -162,7 +164,7 @@ class Line:
         self._require_time()
         count = self._socket.recv_into(into, 0, socket.MSG_WAITALL if whole else 0)
         if not count:
-            raise ConnectionResetError("the server has closed the connection")
+            raise _closed()
         return count
 
     def _answer(self, into: Room | None, depth: int = 0) -> Answer:
@@ -220,12 +222,22 @@ class Line:
     def _require_nothing_unasked(self) -> None:
         """ConnectionError where more has come than was asked for: which answer is whose, none can
         tell from then on, and the answers to one question would be taken for another's."""
-        more = self._at != self._end
-        if not more and self._is_plain:
-            with contextlib.suppress(BlockingIOError):  # nothing: it has ended; who asks hears so
-                more = bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        if more:
+        if self._at != self._end or self._has_come():
             raise ConnectionError("the server sends more answers than it was asked for")
+
+    def _has_come(self) -> bool:
+        """Whether there is something to be read; where the server has ended it, who asks hears."""
+        if not isinstance(self._socket, ssl.SSLSocket):
+            with contextlib.suppress(BlockingIOError):
+                return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            return False
+        self._socket.settimeout(0)
+        try:
+            return bool(self._socket.recv(1))  # taken: the line is left then
+        except ssl.SSLWantReadError:  # nothing, or what TLS says for itself
+            return False
+        finally:
+            self._socket.settimeout(self._seconds)
 
     def _skip(self, length: int) -> None:
         room = memoryview(bytearray(min(length, 1 << 20)))
@@ -298,6 +310,10 @@ def _framed(commands: Sequence[Command]) -> list[bytes | memoryview]:
                 short = [b"\r\n"]
     pieces.append(b"".join(short))
     return pieces
+
+
+def _closed() -> ConnectionResetError:
+    return ConnectionResetError("the server has closed the connection")
 
 
 def _no_valkey(said: bytes) -> ConnectionError:
