@@ -39,7 +39,7 @@ OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one 
 
 MAX_REASON_BYTES = 64
 MAX_NOTES = 16  # of a store
-MAX_MOUNTS_CHARS = 1 << 20  # of all points that a store lies below: its next process is told them
+MAX_MOUNTS_CHARS = 1 << 20  # of all points that a store lies below, as its next process is told
 _MOST = 1 << 63  # that a store may count
 MAX_PARTS_PER_ORDER = 1 << 19  # of all its blocks: a frame has room for them
 # Of blocks that have left a store, in one frame: an event of the core's for each scope.
@@ -476,7 +476,7 @@ def unpack_hello(body: bytes) -> TierHello:
     try:
         fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
         mounts = tuple(map(str, fields["mounts"]))
-        if sum(map(len, mounts)) > MAX_MOUNTS_CHARS or any("\0" in point for point in mounts):
+        if len(json.dumps(mounts)) > MAX_MOUNTS_CHARS or any("\0" in point for point in mounts):
             raise ValueError("it lies below what can't be")
         return TierHello(bool(fields["names_left"]), mounts)
     except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -95,11 +95,15 @@ async def test_a_process_that_writes_nonsense_is_ended_with_that_as_the_reason(s
         assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
 
 
-@pytest.mark.parametrize("point", ["/\u00e9" * frames.MAX_MOUNTS_CHARS, "/a\0b"])
-def test_what_no_later_process_could_be_told_is_no_hello(point: str) -> None:
+@pytest.mark.parametrize(
+    "points",
+    [["/\u00e9" * frames.MAX_MOUNTS_CHARS], ["/a\0b"], [""] * (frames.MAX_MOUNTS_CHARS // 2)],
+    ids=["long", "impossible", "many"],
+)
+def test_what_no_later_process_could_be_told_is_no_hello(points: list[str]) -> None:
     """Its keeper would never start another."""
     with pytest.raises(BadFrame, match="no hello"):
-        frames.unpack_hello(frames.pack_hello(TierHello(names_left=True, mounts=(point,))))
+        frames.unpack_hello(frames.pack_hello(TierHello(names_left=True, mounts=tuple(points))))
 
 
 def test_what_a_store_says_in_words_is_cut() -> None:
