@@ -39,6 +39,7 @@ from kvd.mover.frames import (
 )
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import (
+    MAX_FACTS_DUE,
     GroupMap,
     LocatedPart,
     MoverConfig,
@@ -56,6 +57,7 @@ from tests.control.mover_rig import (
     EXTENT_BYTES,
     EXTENTS,
     PART_BYTES,
+    PATIENCE_S,
     SLOTS,
     Rig,
     WorkerEnd,
@@ -467,6 +469,22 @@ async def test_a_mover_that_tells_its_facts_again_and_again_is_ended() -> None:
     async with rig() as r:
         mover = await r.start()
         parent.Channel(mover).data_received(3 * frame(FrameKind.FACTS, TRUE_FACTS.pack()))
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.gone[0][1] == "wrote nonsense: FACTS at the wrong time"
+
+
+@on_loop
+async def test_a_mover_may_tell_its_facts_for_each_row_and_only_so_many_at_once() -> None:
+    async with rig() as r:
+        mover = await r.start(rows=0)
+        for _ in range(2 * MAX_FACTS_DUE):
+            mover.map_row(RowId(0), 0)
+        assert await mover.warm(PATIENCE_S)
+        last = replace(TRUE_FACTS, note="the last that may come")
+        told = [TRUE_FACTS] * (MAX_FACTS_DUE - 1) + [last, TRUE_FACTS]
+        frames = [frame(FrameKind.FACTS, facts.pack()) for facts in told]
+        parent.Channel(mover).data_received(b"".join(frames))
+        assert mover.facts == last
         await r.sink.until(lambda: r.sink.gone)
         assert r.sink.gone[0][1] == "wrote nonsense: FACTS at the wrong time"
 
