@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.model_runner_components import weight_updater
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.weight_checker import WeightChecker
 
 from kvd_client.integrations.sglang import namespace
 from kvd_client.integrations.sglang.weights import WeightsWatch
 from tests.sglang.conftest import StartRank
 from tests.sglang.prompts import PAGES, prompt
-from tests.sglang.rig import PAGE_TOKENS, Rank, mla_device_pool
+from tests.sglang.rig import PAGE_TOKENS, Rank, mla_device_pool, parallel
 
 TOKENS = PAGES * PAGE_TOKENS
 
@@ -144,6 +146,25 @@ def test_pages_that_sglang_has_not_flushed_are_neither_kept_nor_found(
     assert (found(rank, 2), found(rank, 3)) == (0, 0)
 
 
+def test_pages_of_weights_that_a_checker_has_filled_with_noise_are_not_shared(
+    start_rank: StartRank,
+) -> None:
+    """As `/weights_checker` does with "reset_tensors"."""
+    rank = start_rank()
+    assert store(rank, 10) == TOKENS
+    model = torch.nn.Linear(2, 2, bias=False)
+    with parallel(), get_parallel().override(dp_rank=None, attn_dp_size=1):
+        checker = WeightChecker(get_model=lambda: model)
+    checker.handle("snapshot", role="target")  # which changes nothing
+    assert found(rank, 10) == TOKENS
+    with torch.no_grad():
+        checker.handle("reset_tensors", role="target")
+    assert (found(rank, 10), store(rank, 11)) == (0, 0)
+    rank.controller.reset()
+    assert store(rank, 11) == TOKENS
+    assert (found(rank, 10), found(start_rank(), 11)) == (0, 0)
+
+
 @pytest.mark.parametrize("weights_id", ["", "v1"])
 def test_a_backend_that_is_attached_anew_goes_on_without_the_old_pages(
     start_rank: StartRank, weights_id: str
@@ -185,9 +206,13 @@ def test_experts_that_are_read_once_more_are_no_change() -> None:
             if fails:
                 raise RuntimeError("a storage thread does not end")
 
+    class Checker:
+        pass
+
     watch = WeightsWatch()
-    assert "begin_weight_update" in watch.begin(Updater, Controller)
-    watch.begin(Updater, Controller)  # once more wraps nothing twice
+    missing = watch.begin(Updater, Controller, Checker)
+    assert {"begin_weight_update", "_reset_tensors"} <= set(missing)
+    watch.begin(Updater, Controller, Checker)  # once more wraps nothing twice
     for names in (str.isupper, None):  # None where a model can't name its experts' weights
         assert Updater().update_weights_from_disk("p", weight_name_filter=names) == "p"
     assert watch.changes == 0

@@ -22,6 +22,8 @@ CHANGING = (
 ENDING = ("end_weight_update",)
 CONTROLLER = ("sglang.srt.managers.cache_controller", "HiCacheController")
 FLUSHING = ("reset",)
+CHECKER = ("sglang.srt.utils.weight_checker", "WeightChecker")
+RESETTING = ("_reset_tensors",)  # which fills the weights with noise
 
 
 class WeightsWatch:
@@ -32,10 +34,11 @@ class WeightsWatch:
         self.flushed_changes = 0
         self._watched: set[tuple[type, str]] = set()
 
-    def begin(self, updater: type, controller: type) -> list[str]:
+    def begin(self, updater: type, controller: type, checker: type) -> list[str]:
         """Watch these classes of SGLang's. Returns what they lack: that is not seen."""
         return [
             *self._wrap(updater, CHANGING, self._telling_change),
+            *self._wrap(checker, RESETTING, self._telling_change),
             *self._wrap(updater, ENDING, self._telling_end),
             *self._wrap(controller, FLUSHING, self._telling_flush),
         ]
@@ -91,10 +94,11 @@ watch = WeightsWatch()
 def watch_weights() -> str:
     """Watch this process's model. Returns why its changes can't be seen."""
     try:
-        updater, controller = (
-            getattr(importlib.import_module(module), name) for module, name in (UPDATER, CONTROLLER)
+        updater, controller, checker = (
+            getattr(importlib.import_module(module), name)
+            for module, name in (UPDATER, CONTROLLER, CHECKER)
         )
     except (ImportError, AttributeError) as error:
         return str(error)
-    missing = watch.begin(updater, controller)
+    missing = watch.begin(updater, controller, checker)
     return f"this release of SGLang has no {', '.join(missing)}" if missing else ""
