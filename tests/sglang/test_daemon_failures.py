@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd_client.worker.registrar import Registrar
 from tests.daemon_process import DaemonProcess
 from tests.sglang.rig import HURRIED, PAGE_TOKENS, PATIENT, Rank, wait_for
 
@@ -57,6 +58,27 @@ def test_a_daemon_that_refuses_is_not_called_an_absent_one(
     [said] = [line for line in caplog.messages if "it is tried again" in line]
     assert "not usable yet (PERMISSION_DENIED: the policy gives uid" in said
     assert "no daemon" not in said
+
+
+def test_a_refusal_is_told_before_the_rank_has_met_the_daemon(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its mover takes long to start."""
+    may_meet, meet = threading.Event(), Registrar._hold_registration
+
+    def meet_late(registrar: Registrar) -> None:
+        may_meet.wait(LONG_S)
+        meet(registrar)
+
+    monkeypatch.setattr(Registrar, "_hold_registration", meet_late)
+    daemon.start()
+    rank = Rank(daemon.socket, options={"tenant": "nobody", "register_wait_s": 0.0})
+    try:
+        [batches] = rank.backend._opened
+        wait_for(lambda: "is not tenant 'nobody'" in batches.problem)
+    finally:
+        may_meet.set()
+        rank.close()
 
 
 def test_a_daemon_killed_in_mid_run_takes_nothing_along(daemon: DaemonProcess, rank: Rank) -> None:

@@ -34,6 +34,7 @@ STEADY_S = 10.0  # what held for so long was not in vain
 QUICK_TRIES = 3  # after what broke: copies of an earlier session may have to end first
 SAID_AGAIN_S = 600.0
 MAX_SAID = 16
+NOT_CONNECTED = "not connected yet"  # the problem until the first attempt has ended
 
 # The companion socket let us in a moment before.
 _WHY_CLOSED = (

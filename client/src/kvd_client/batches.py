@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvd_client.connection import SchedulerConnection
+from kvd_client.connection import SchedulerConnection, first_met
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, are_hashes, each_in_parts
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
@@ -139,7 +139,7 @@ class BlockBatches:
     @property
     def problem(self) -> str:
         """Why nothing can be found or stored; empty when it can."""
-        return "" if self.is_usable else self._worker.problem or self._connection.problem
+        return "" if self.is_usable else first_met(self._worker.problem, self._connection.problem)
 
     @property
     def refusals(self) -> dict[str, int]:

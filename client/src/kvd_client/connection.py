@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import grpc
 
-from kvd_client.backoff import Backoff, error_of, problem_of
+from kvd_client.backoff import NOT_CONNECTED, Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.draft import QueryDraft, StepDraft
@@ -69,6 +69,11 @@ class SentStep(NamedTuple):
     ends: StepDraft  # all that it said but its orders, and single requests
 
 
+def first_met(*problems: str) -> str:
+    """The first of these that an attempt has met; that none has ended yet, where there is none."""
+    return next((each for each in problems if each not in ("", NOT_CONNECTED)), NOT_CONNECTED)
+
+
 class SchedulerConnection:
     """An engine's connection to the daemon: it holds a session whenever there is a daemon.
 
@@ -92,7 +97,7 @@ class SchedulerConnection:
         self.world_size = world_size
         self.blocking_calls = 0
         self.waited_s = 0.0  # in them
-        self._problem = "not connected yet"
+        self._problem = NOT_CONNECTED
         self.refusals: collections.Counter[str] = collections.Counter()  # by reason
         self._silent_after_s = silent_after_s
         self._socket_path = socket_path

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvd_client.backoff import MAX_DOUBLINGS, Backoff, error_of, problem_of
+from kvd_client.backoff import MAX_DOUBLINGS, NOT_CONNECTED, Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.forks import FORKED, keep_from_children
@@ -59,7 +59,7 @@ class Registrar:
     def __init__(
         self, socket_path: str, identity: EngineIdentity, place: RankPlace, memory: RegisteredMemory
     ) -> None:
-        self.problem = "not connected yet"
+        self.problem = NOT_CONNECTED
         self.lost: list[Registration] = []  # not current any more; the worker drains and closes
         self._socket_path = socket_path
         self._identity = identity
