@@ -296,6 +296,23 @@ def test_clear_while_the_file_is_written_anew_holds_in_both(
     assert read(made).namespaces.keys() == made.namespaces.keys()
 
 
+def test_clear_holds_in_a_file_that_is_written_anew_after_it(
+    made: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "SLACK_LINES", 10)
+    for number in range(1, 101):
+        made.add_scope(scope(number))
+    made.clear_scopes(NamespaceId(1), ScopeId(151))
+    inode = made.path.stat().st_ino
+    made.forget_scopes([ScopeId(number) for number in range(1, 91)])
+    while made.path.stat().st_ino == inode:
+        made.upkeep()
+    found = read(made)
+    assert not found.scopes
+    assert found.cleared_below(NamespaceId(1)) == 151
+    assert found.highest_scope == 150
+
+
 def test_clear_that_finds_no_room_holds_when_there_is_some(
     made: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
