@@ -176,3 +176,4 @@ def test_nobody_is_said_to_be_out_whom_no_list_keeps_out(file: Path, now: list[f
     some = Gate(SocketFile.of(file), AT_ONCE)
     assert some.note({0: 2 * AT_ONCE, os.geteuid(): 2 * AT_ONCE}) == []
     assert not acl.has_list(file)
+    assert some.note({0: 2 * AT_ONCE, GREEDY: AT_ONCE + 1}) == [GREEDY]

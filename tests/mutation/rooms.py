@@ -124,4 +124,34 @@ PROTO = Room(
         *_tests("fuzz", "parsers"),
     ),
 )
-ROOMS = {room.name: room for room in (CORE, POOL, MOVER, DISK, SCHEDULER, WORKER, PROTO)}
+ACCESS = Room(
+    "access",  # who may ask, and how much of it at once
+    ("kvd/control/access",),
+    (
+        *_tests("control", "calls_at_once calls_in_line companion_socket first_contact gate"),
+        *_tests("control", "given_up_calls half_messages intake lost_tenants peer_credentials"),
+        *_tests("control", "peer_limits policy_of_tenants reload share_of_connections trust"),
+        *_tests("control", "shares_of_first_contact slow_clients unread_descriptors"),
+    ),
+)
+RUNTIME = Room(
+    "runtime",
+    ("kvd/runtime",),
+    (
+        *_tests("control", "driver event_log few_threads given_up_calls mending pending_jobs"),
+        *_tests("control", "record told_lookups told_rows turns verify"),
+        *_tests("tiers", "departures seam tier_churn tier_faults tier_recovery told_by_tiers"),
+    ),
+)
+VALKEY = Room(
+    "valkey",
+    ("kvd/tiers/valkey",),
+    (
+        *_tests("tiers", "valkey_addresses valkey_contract valkey_faults valkey_line"),
+        *_tests("tiers", "valkey_moves valkey_process valkey_refusals valkey_turns tier_config"),
+    ),
+)
+ROOMS = {
+    room.name: room
+    for room in (CORE, POOL, MOVER, DISK, SCHEDULER, WORKER, PROTO, ACCESS, RUNTIME, VALKEY)
+}
