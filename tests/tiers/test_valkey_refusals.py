@@ -64,6 +64,25 @@ def test_a_server_that_knows_no_such_command_is_told_of(
     met.close()
 
 
+def test_a_block_is_kept_only_where_every_set_is_answered_with_ok(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SET is another command here, whose answer is a number."""
+    renamed = ["--rename-command", "SET", "PUT", "--rename-command", "SETNX", "SET"]
+    server = ValkeyServer(tmp_path, *renamed, in_cluster=False)
+    try:
+        server.wait()
+        store = ValkeyStore({"addresses": server.address})
+        assert store.write([source(key(1), content(1))], soon()) == [Outcome.FAILED]
+        assert store.usage().errors == {TierReason.REFUSED: 1}
+        assert [note for note in store.usage().notes if "refuses: SET is answered" in note]
+        assert f"{server.address} refuses: SET is answered with 'int'" in caplog.text
+        assert "keys=" not in server.call("INFO", "keyspace")
+        store.close()
+    finally:
+        server.kill()
+
+
 def test_servers_that_let_nobody_in_any_more_are_not_called_away(
     server: ValkeyServer, tmp_path: Path
 ) -> None:

@@ -208,8 +208,7 @@ class Moves:
         try:
             commands = [self._set(name, value) for _, name, value in pieces]
             commands += [self._set(move.name, move.record) for move in whole]
-            home = concerned[0].home
-            answers = self._servers.run(home, commands, deadline, changes=True)
+            answers = self._servers.set(concerned[0].home, commands, deadline)
         except TierError as error:
             for move in concerned:
                 move.fail(error.reason)

@@ -194,6 +194,18 @@ class Servers:
             raise TierError("too many writes are given up and may happen yet")
         return self._run(home, commands, deadline, changes=changes, into=into)
 
+    def set(self, home: Home, commands: Sequence[Command], deadline: float) -> list[Answer]:
+        """SETs, in their order; what is not OK is a TierError in its place."""
+        answers = self.run(home, commands, deadline, changes=True)
+        others: list[ServerRefusal] = []
+        for number, answer in enumerate(answers):
+            if answer != b"OK" and not isinstance(answer, ServerRefusal):
+                said = answer[:40] if isinstance(answer, bytes) else type(answer).__name__
+                answers[number] = ServerRefusal(f"SET is answered with {said!r}, not with OK")
+                others.append(answers[number])
+        self._note_refusal(home, others)
+        return answers
+
     def heads(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes]:
         """What values begin with, HEAD_BYTES at most; nothing where there is no value, or where
         its slot is no longer there."""
