@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("obstore", reason="obstore is not here")
 
 from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.s3.hosts import kept_to_endpoint
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.store import S3Store
 from kvd.tiers.store import (
@@ -43,6 +45,7 @@ class Answering(ThreadingHTTPServer):
     statuses: dict[str, int] | None = None  # by name
     key = ""
     token: str | None = None
+    hosts: ClassVar[list[str]] = []  # that requests were for
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -145,6 +148,22 @@ class Elsewhere(Alike):
         self._answer()
 
 
+class Redirecting(Alike):
+    """Sends each request on to the same path of another host: to itself, by another address."""
+
+    def _answer(self) -> None:
+        assert isinstance(self.server, Answering)
+        self._take_all()
+        self.server.hosts.append(self.headers["Host"].partition(":")[0])
+        self.send_response(307)
+        self.send_header("Location", f"http://127.0.0.2:{self.server.server_port}{self.path}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+
 class Endless(Handler):
     """Says at once of each list that there is more, and names nothing; there are no objects."""
 
@@ -204,6 +223,12 @@ def options_of(port: int, place: Path) -> dict[str, OptionValue]:
         "access_key_file": str(key),
         "secret_key_file": str(key),
     }
+
+
+def forget_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 def bucket(port: int, place: Path) -> Bucket:
@@ -408,6 +433,76 @@ def test_temporary_keys_go_with_their_token_and_are_read_again_once_it_expires(
     token.write_text("second\n")
     assert reason(of) is TierReason.REFUSED  # which has the files read again
     assert of.has(NAME)
+
+
+def test_a_redirect_takes_neither_token_nor_request_to_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_proxies(monkeypatch)
+    (tmp_path / "token").write_text("nobody else's")
+    with Answering(("0.0.0.0", 0), Redirecting) as server:  # two addresses
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = options_of(server.server_port, tmp_path)
+        options["session_token_file"] = str(tmp_path / "token")
+        of = Bucket(S3Options.of(options))
+        asked: list[Callable[[], object]] = [
+            lambda: of.has(NAME),
+            lambda: of.read(NAME, target(key(1), 8)),
+            lambda: list(of.names("kvd", soon())),
+            lambda: of.remove([NAME]),
+        ]
+        try:
+            for ask in asked:
+                with pytest.raises(TierError, match="another host") as raised:
+                    ask()
+                assert raised.value.reason is TierReason.REFUSED
+            assert "sends us to another host (a redirect)" in str(of.notes)
+            with pytest.raises(TierUnusable, match="look at endpoint"):
+                of.meet()
+            assert set(server.hosts) == {"127.0.0.1"}
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_kept"),
+    [
+        ("s3.example.org", True),
+        ("[::1]", True),
+        ("127.0.0.1", True),
+        ("127.1", False),
+        ("0x7f.0.0.1", False),
+        ("s3.example.org.", False),
+        ("bücher.example", False),
+    ],
+)
+def test_only_a_host_that_all_programs_spell_alike_is_kept_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, *, is_kept: bool
+) -> None:
+    forget_proxies(monkeypatch)
+    options = options_of(1, tmp_path) | {"endpoint": f"http://{host}:1"}
+    assert bool(kept_to_endpoint(S3Options.of(options))) is is_kept
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    assert not kept_to_endpoint(S3Options.of(options))
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 is here")
+def test_an_address_of_version_6_is_reached(tmp_path: Path) -> None:
+    class Six(Answering):
+        address_family = socket.AF_INET6
+
+    with Six(("::1", 0), Curt) as server:
+        server.status = 200
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        options = options_of(1, tmp_path) | {"endpoint": f"http://[::1]:{server.server_port}"}
+        try:
+            assert Bucket(S3Options.of(options)).has(NAME)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_files_are_not_read_for_each_refusal(

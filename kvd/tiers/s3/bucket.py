@@ -36,6 +36,7 @@ from obstore.store import S3Store as Objects
 from kvd.processes.complaints import log_limited
 from kvd.tiers.gang import require_time
 from kvd.tiers.options import content_of, secret_of
+from kvd.tiers.s3.hosts import is_kept_from, kept_to_endpoint
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.pacing import Pacing
 from kvd.tiers.sealing import (
@@ -414,6 +415,7 @@ class Bucket:
             "timeout": timedelta(seconds=options.request_timeout_seconds),
             "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
             "allow_http": options.allow_http,
+            **kept_to_endpoint(options),
         }
         if "ca_file" in self._secrets:
             client["root_certificate"] = self._secrets["ca_file"]
@@ -494,6 +496,9 @@ def _translated(error: Exception) -> TierError:
     whole = str(error)
     code = _CODE.search(whole)
     said = f"{code[1]}: {_first_line(error)}" if code else _first_line(error)
+    if is_kept_from(whole):
+        where = "it sends us to another host (a redirect), where nothing is asked; look at endpoint"
+        return TierError(where, TierReason.REFUSED)
     found = _STATUS.search(whole)  # names and ports have such numbers in them, too
     status = found[1] if found else ""
     refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
