@@ -116,6 +116,26 @@ class Page(Alike):
         self._answer()
 
 
+class Unlisting(Alike):
+    """Takes and removes what it is given; each list is an error that is answered with 200."""
+
+    def _answer(self) -> None:
+        self._take_all()
+        is_list = self.command == "GET"
+        said = b"<Error><Code>InternalError</Code><Message>Sorry.</Message></Error>"
+        said = said if is_list else b"<DeleteResult></DeleteResult>" * (self.command == "POST")
+        self.send_response(200)
+        self.send_header("ETag", "1")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
 class Wordy(Alike):
     """Refuses to take or give an object, and says why; there are none."""
 
@@ -172,7 +192,15 @@ class Endless(Handler):
         self.server.asked += 1
         more = "<IsTruncated>true</IsTruncated><NextContinuationToken>1</NextContinuationToken>"
         said = f"<?xml version='1.0'?><ListBucketResult>{more}</ListBucketResult>".encode()
+        self._say(said)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._say(b"")
+
+    def _say(self, said: bytes) -> None:
         self.send_response(200)
+        self.send_header("ETag", "1")
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
@@ -528,14 +556,15 @@ def test_a_bucket_that_refuses_some_is_not_told_of_each_time(
     assert caplog.text.count("refuses us") == 1
 
 
+@pytest.mark.parametrize(("answers", "said"), [(Page, "ETag"), (Unlisting, "is no bucket")])
 @pytest.mark.parametrize("of", [ONE, ONE[:8], b""], ids=["a scope", "a namespace", "all"])
-def test_nothing_is_cleared_where_a_page_for_people_answers_for_the_bucket(
-    answering: Answering, tmp_path: Path, of: bytes
+def test_nothing_is_cleared_where_what_answers_to_a_list_is_none(
+    answering: Answering, tmp_path: Path, of: bytes, answers: type[Alike], said: str
 ) -> None:
-    """To the client such a page lists nothing, and a clear would be over before it began."""
-    answering.RequestHandlerClass = Page
+    """To the client it lists nothing, and a clear would be over before it began."""
+    answering.RequestHandlerClass = answers
     store = S3Store(options_of(answering.server_port, tmp_path))
-    with pytest.raises(TierError, match="is no bucket"):
+    with pytest.raises(TierError, match=said):
         store.delete_scopes([of], soon())
     store.close()
 

@@ -71,6 +71,7 @@ LISTED_AT_ONCE = 1000  # that are listed in one request
 REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
 UNANSWERED_S = 60.0  # a write that had no answer may happen for so long
 READ_BYTES = 1 << 20  # copied at once
+_WITNESS = "zzzzzzzz."  # behind blocks' names, which have no dot
 _BUSY = "the bucket asks for fewer requests (503, 429)"
 # What only another configuration mends, whatever its status: 301 or 400 of another region's bucket.
 _REFUSALS = (
@@ -134,11 +135,12 @@ class Bucket:
         """Whether an object is a block, and of a scope that begins with these bytes.
 
         Also somebody's folder is an object: it is listed without the slash that its name ends in,
-        and nobody can remove it by that.
+        and nobody can remove it by that. A witness is left to its own clear.
         """
         below = name.removeprefix(self._options.prefix + "/").split("/")
         own = "".join(below[:-1])
-        return len(own) == 2 * SCOPE_BYTES and own.startswith(scope.hex())
+        is_block = len(own) == 2 * SCOPE_BYTES and not below[-1].startswith(_WITNESS)
+        return is_block and own.startswith(scope.hex())
 
     def _below(self, scope: bytes) -> str:
         parts = [scope[:NAMESPACE_BYTES].hex(), scope[NAMESPACE_BYTES:].hex()]
@@ -250,14 +252,16 @@ class Bucket:
         seconds = options.connect_timeout_seconds + options.request_timeout_seconds
         return time.monotonic() + seconds
 
-    def require_bucket(self) -> None:
-        """TierError where what answers is none. Asked before it counts that it lists nothing.
+    def bear_witness(self, below: str) -> str:
+        """Put an object there that stands last in a list of all below this name: the object's name.
 
-        A page for people that stands before a bucket, as while that is mended, is an empty list to
-        the client. It is any object, too: also the one of this name, which nobody has written.
+        A list that does not have it is none, or not all of it: a page for people that stands before
+        a bucket is an empty list to the client, and so is an error that is answered with 200.
         """
-        if self.has(f"{self._options.prefix}/{secrets.token_hex(16)}"):
-            raise TierError("what answers for it is no bucket", TierReason.IO_ERROR)
+        name = f"{below}/{_WITNESS}{secrets.token_hex(8)}"  # clears at once have one each
+        with _answered(self):
+            obstore.put(self._objects, name, b"kvd", use_multipart=False)
+        return name
 
     def require_no_late_writes(self, below: str) -> None:
         """TierTimeout while a write that had no answer may put an object below this name: it would

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from kvd.tiers.store import (
 )
 
 CALLS_AT_ONCE = 5
+_NO_LIST = (
+    "what it lists lacks what was just put there: what answers is no bucket, or lists in part"
+)
 _T = TypeVar("_T")
 
 
@@ -94,7 +98,6 @@ class S3Store:
             self._require_no_late_writes(below)
         sweeps = [self._sweep(below, some, deadline) for below, some in above.items()]
         self._raise_first(self._in_turn(sweeps))
-        self._raise_first(self._each([self._bucket.require_bucket], lambda ask: ask(), deadline))
 
     def usage(self) -> TierUsage:
         return TierUsage(
@@ -144,17 +147,26 @@ class S3Store:
 
     def _sweep(self, below: str, scopes: list[bytes], deadline: float) -> Iterator[None]:
         """Remove what lies below a name and is of these scopes, until nothing of it is listed."""
-        left = True
-        while left:
-            left = False
-            self._bucket.take_turn(deadline)
-            for names in self._bucket.names(below, deadline):
+        self._bucket.take_turn(deadline)
+        witness = self._bucket.bear_witness(below)
+        try:
+            left = True
+            while left:
+                left = has_witness = False
                 self._bucket.take_turn(deadline)
-                mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
-                if mine:
-                    left = True
-                    self._bucket.remove(mine)
-                yield
+                for names in self._bucket.names(below, deadline):
+                    has_witness |= witness in names
+                    self._bucket.take_turn(deadline)
+                    mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
+                    if mine:
+                        left = True
+                        self._bucket.remove(mine)
+                    yield
+                if not has_witness:
+                    raise TierError(_NO_LIST, TierReason.IO_ERROR)
+        finally:
+            with contextlib.suppress(TierError):  # one that stays does no harm
+                self._bucket.remove([witness])
 
     def _require_no_late_writes(self, below: str) -> None:
         try:
