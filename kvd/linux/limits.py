@@ -41,6 +41,16 @@ def most_file_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+def have_at_most(more_bytes: int) -> None:
+    """Let this process take so much more memory of its own than it has; what it shares is not
+    counted. An allocation beyond it fails, whoever makes it."""
+    pages = int((PROC / "self" / "statm").read_text().split()[5])
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = pages * resource.getpagesize() + more_bytes
+    given = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([most, *given]), hard))
+
+
 def node_bytes(folder: Path = NODES) -> tuple[int, ...]:
     """Memory of each NUMA node that has some."""
     nodes = sorted(node for node in folder.glob("node*") if _NODE.fullmatch(node.name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
+from kvd.linux.limits import have_at_most
 from kvd.processes import extras
 from kvd.tiers.disk.options import DiskOptions
 from kvd.tiers.mooncake.options import MooncakeOptions
@@ -12,6 +13,7 @@ from kvd.tiers.s3.options import S3Options
 from kvd.tiers.store import LibraryMissing, OpenStore, TierOptions, TierStore
 from kvd.tiers.valkey.options import ValkeyOptions
 
+S3_MEMORY_BYTES = 3 << 30  # two of them the most threads' stacks may take
 OPEN_DISK = "kvd.tiers.kinds:open_disk"
 
 
@@ -31,7 +33,11 @@ def open_valkey(options: TierOptions) -> TierStore:
 
 
 def open_s3(options: TierOptions) -> TierStore:
-    """A store in a bucket of an object store."""
+    """A store in a bucket of an object store.
+
+    Its client takes in the whole body of an answer, however long: so this process is bounded.
+    """
+    have_at_most(S3_MEMORY_BYTES)
     return _opened("s3", "kvd.tiers.s3.store", "S3Store", options)
 
 

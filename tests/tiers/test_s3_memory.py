@@ -1,0 +1,54 @@
+"""However long a bucket's answer is, the tier's process takes in no more than it may have."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not here")
+
+from tests.tiers.test_s3_answers import Alike, Answering, options_of
+
+SENT_MIB = 512
+OPENED_WITHIN_128_MIB = """
+import json, sys
+from kvd.tiers import kinds
+kinds.S3_MEMORY_BYTES = 128 << 20
+kinds.open_s3(json.loads(sys.argv[1])).close()
+"""
+
+
+class Long(Alike):
+    """Each answer is long: 200, and zeros."""
+
+    def _answer(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(SENT_MIB << 20))
+        self.end_headers()
+        with suppress(OSError):
+            for _ in range(SENT_MIB):
+                self.wfile.write(bytes(1 << 20))
+
+
+def test_an_answer_that_is_too_long_for_memory_ends_the_process_that_takes_it_in(
+    tmp_path: Path,
+) -> None:
+    with Answering(("127.0.0.1", 0), Long) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        given = json.dumps(options_of(server.server_port, tmp_path))
+        command = [sys.executable, "-c", OPENED_WITHIN_128_MIB, given]
+        try:
+            ended = subprocess.run(command, capture_output=True, check=False)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert ended.returncode == -signal.SIGABRT, ended.stderr.decode()
+    assert b"memory allocation of" in ended.stderr
