@@ -104,7 +104,8 @@ class TierLoop:
         self._lanes = Lanes(calls_at_once)
         self.left = Departures(store)
         self._stopping = False
-        self._say_undeleted_at = 0.0  # monotonic; control asks each second until it is done
+        # Monotonic: when the next line may come of orders of a kind that fail for a reason.
+        self._say_at: dict[tuple[TierFrame, str], float] = {}
         self._usage_wanted = threading.Semaphore(0)
         self._usage_told: TierUsage | None = None
         self._callers = [
@@ -217,7 +218,7 @@ class TierLoop:
         except TierError as error:
             known = error.reason in _REASONS  # they are labels of a metric: no store makes others
             reason = str(error.reason) if known else ProcessReason.STORE_RAISED
-            self._say(work.order, error)
+            self._say(work.order, reason, error)
         except StoreLied as error:
             reason = ProcessReason.STORE_LIED
             log_limited(f"the store lied: {error}")
@@ -231,13 +232,12 @@ class TierLoop:
         values, copied, summed = answered
         return TierAnswer(order, end, values, copied, duration_ns, reason, summed)
 
-    def _say(self, order: Order, error: TierError) -> None:
-        """Of what is cleared and not deleted yet once in a while, or no other line has room."""
-        if order.kind is TierFrame.DELETE_SCOPES:
-            now = time.monotonic()
-            if now < self._say_undeleted_at:
-                return
-            self._say_undeleted_at = now + COMPLAINT_SECONDS
+    def _say(self, order: Order, reason: str, error: TierError) -> None:
+        """Once in a while: a store that is away fails many, and no other line would have room."""
+        now = time.monotonic()
+        if now < self._say_at.get((order.kind, reason), 0.0):
+            return
+        self._say_at[order.kind, reason] = now + COMPLAINT_SECONDS
         log_limited(f"{order.kind.name} of {order.count}: {error}")
 
     def _require_returned(self, marks: Sequence[weakref.ref[Bytes]]) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvd.core.keys import RowId
 from kvd.processes import parent
+from kvd.processes.complaints import MAX_COMPLAINTS
 from kvd.tiers import process as module
 from kvd.tiers.kinds import OPEN_DISK
 from kvd.tiers.process import (
@@ -195,6 +196,23 @@ async def test_what_a_store_can_not_delete_yet_is_said_once_however_often_it_is_
     said = capfd.readouterr().err
     assert said.count("DELETE_SCOPES of 1: nobody answers") == 1
     assert "EXISTS of 1: nobody answers" in said
+
+
+@on_loop
+async def test_many_questions_that_fail_alike_leave_room_in_the_log_for_other_lines(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Raises", what="tier", concurrency=1)
+        for _ in range(MAX_COMPLAINTS + 10):
+            assert tier.exists(r.next_order(), keys(1), soon())
+        await r.sink.answer(MAX_COMPLAINTS + 10)
+        order = r.next_order()
+        assert tier.read(order, placed([1], [1]), soon())
+        await r.sink.answer(order)
+    said = capfd.readouterr().err
+    assert "READ of 1: nobody answers" in said
+    assert said.count("EXISTS of 1: nobody answers") == 1
 
 
 @pytest.mark.parametrize(
