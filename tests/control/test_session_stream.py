@@ -306,3 +306,12 @@ def test_a_job_id_of_an_earlier_message_is_refused_and_its_ranks_hear_of_it(
     assert engine.ended(last + 2).status == common_pb2.JOB_STATUS_DONE
     reused = engine.scheduler.step(loads=[load_job(last + 1, [31], [5])]).verdicts[0]
     assert reused.reason == "JOB_NOT_RISING"
+
+
+def test_of_a_job_id_that_is_twice_in_one_message_the_refusal_says_so(engine: RawEngine) -> None:
+    engine.store({32: block(32)})
+    fresh = engine.scheduler.highest_job + 1
+    jobs = [load_job(fresh, [33], [5]), load_job(fresh, [32], [6])]  # nobody stored the first one
+    verdicts = engine.scheduler.step(loads=jobs).verdicts
+    assert [verdict.reason for verdict in verdicts] == ["KEY_MISSING", "JOB_NOT_RISING"]
+    assert verdicts[1].message == f"job {fresh} is twice in one message"

@@ -368,10 +368,13 @@ class Verbs:
 
         Within a message ids may come in any order. The core itself refuses that of a live job.
         """
-        taken = job <= live.last_job or job in used
+        is_twice = job in used
+        taken = job <= live.last_job or is_twice
         used.add(job)
         if taken and job not in self._driver.jobs.live(live.id):
-            error = JobNotRising(f"job {job} comes after job {live.last_job}", "job_id")
+            late = f"comes after job {live.last_job}"
+            said = "is twice in one message" if is_twice else late
+            error = JobNotRising(f"job {job} {said}", "job_id")
             self._driver.refuse(live.id, job, kind, error)
             raise error
 
