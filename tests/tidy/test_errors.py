@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvd.control import errors as edge
 from kvd.core import errors
+from kvd.tiers.store import TierReason
 from kvd_client.worker.cuda_refusals import CudaRefusal
 from tests.tidy.source import ROOT, parse, python_files, where
 
@@ -74,7 +75,7 @@ def test_the_protocols_limits_name_reasons_that_exist() -> None:
 
 
 def test_the_document_lists_exactly_the_reasons_there_are() -> None:
-    there_are = edge.STATUS_OF.keys() | VERDICT_REASONS | set(CudaRefusal)
+    there_are = edge.STATUS_OF.keys() | VERDICT_REASONS | set(CudaRefusal) | set(TierReason)
     assert {reason for reason, _ in documented()} == there_are
 
 
