@@ -204,8 +204,26 @@ def test_max_store_tokens_and_prompt_only_clamp() -> None:
     rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
     assert len(rig.stored_hashes()) == 2
     rig.arrive("s", 2 * TOKENS, prefix="q")
-    rig.step(("s", [blocks(10, 6)], 6 * TOKENS))
-    assert len(rig.stored_hashes()) == 2
+    generated = ScheduledRequest("s", [blocks(10, 6)], 6 * TOKENS, rig.keys("q", 6 * TOKENS))
+    rig.scheduler.build_step([generated])
+    assert rig.stored_hashes() == rig.keys("q", 2 * TOKENS)[0]
+
+
+def test_prompt_only_stores_no_generated_token_after_a_preemption_either() -> None:
+    rig = Rig(options=SchedulerOptions(prompt_only=True))
+    rig.arrive("r", 2 * TOKENS)
+    keys = rig.keys("p", 5 * TOKENS)
+    rig.scheduler.build_step([ScheduledRequest("r", [blocks(0, 5)], 5 * TOKENS, keys)])
+    rig.report(*[job.job_id for job in rig.daemon.last_step.stores])
+    rig.step(preempted=["r"])
+    assert rig.ask("r") == 0
+    again = [blocks(10, 5)]
+    rig.allocate("r", again)
+    rig.scheduler.build_step([ScheduledRequest("r", again, 5 * TOKENS, keys)])
+    assert rig.stored_hashes() == keys[0][:2]
+    rig.scheduler.request_finished("r", again, 5 * TOKENS)
+    rig.step()
+    assert rig.daemon.last_step.stores == []
 
 
 def test_hashes_that_come_late_are_stored_late() -> None:

@@ -128,7 +128,7 @@ class OfferPlanner:
     def _limit_tokens(self, request: Request, computed_tokens: int) -> int:
         limit_tokens = computed_tokens
         if self._options.prompt_only:
-            limit_tokens = min(limit_tokens, request.num_tokens)
+            limit_tokens = min(limit_tokens, request.prompt_tokens)
         if request.params.max_store_tokens is not None:
             limit_tokens = min(limit_tokens, request.params.max_store_tokens)
         return limit_tokens

@@ -99,7 +99,7 @@ class Request:
     """One live request, as the scheduler side knows it. Its lists are by group."""
 
     request_id: str
-    num_tokens: int
+    num_tokens: int  # that it comes with; after a preemption the generated ones, too
     hashes: Sequence[Sequence[bytes]]
     params: RequestParams
     account: str
@@ -130,6 +130,10 @@ class Request:
     page_was_wrong: bool = False  # about such a load: never again
     was_counted: bool = False  # among the lookups that the daemon is told of
     deferred_since_s: float | None = None  # since when it has had no answer, for whatever reason
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.num_tokens
 
     def was_refused(self, now: float) -> bool:
         """Whether a load that failed was refused, since the page was wrong about it."""
