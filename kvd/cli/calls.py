@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 
+from kvd import config
 from kvd.cli import remote
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, EXIT_REFUSED, Failure, is_of_output
 from kvd.cli.options import FILES
 from kvd.config.settings import ConfigError, socket_of
 from kvd.config.values import FIT_FOR_A_SOCKET, is_too_long_for_a_socket
+from kvd.linux.proc import locker_of
 from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused, is_something_else
 from kvd_client.daemon import greeted
@@ -61,9 +64,32 @@ def socket_gone(place: str) -> str:
     return f"a daemon runs, and {place} is not there: it begins, or somebody removed it"
 
 
+def holder_of(pool: Path) -> str | None:
+    """Who has the pool while nobody answers on the socket; None: nobody, or this user can't see."""
+    with suppress(OSError):
+        owner = locker_of(pool / "lock")
+        if owner is not None:
+            return (
+                f"pid {owner} has the pool {pool}: it begins, or its socket is elsewhere, or was"
+                " removed"
+            )
+    return None
+
+
+def _who_begins(file: str | None) -> str:
+    """What to add where nobody answers: a daemon that reads its pool has no socket yet."""
+    with suppress(ConfigError):
+        holder = holder_of(config.load({"config": file}, os.environ).pool_directory)
+        return f"; {holder}" if holder else ""
+    return ""
+
+
 @contextmanager
-def said_plainly(place: str) -> Iterator[None]:
-    """What goes wrong with a call becomes one line and an exit code."""
+def said_plainly(place: str, file: str | None = None) -> Iterator[None]:
+    """What goes wrong with a call becomes one line and an exit code.
+
+    `file`: the configuration file that was named.
+    """
     try:
         yield
     except PermissionError:
@@ -81,7 +107,10 @@ def said_plainly(place: str) -> Iterator[None]:
         if is_something_else(place):
             said = f"{place} is there and is no socket: name the daemon's"
             raise Failure(f"{said} (--socket, KVD_SOCKET, --config)") from None
-        raise Failure(f"no daemon answers on {place}: {error}") from None
+        begins = ""
+        if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+            begins = _who_begins(file)
+        raise Failure(f"no daemon answers on {place}: {error}{begins}") from None
     except grpc.RpcError as error:
         if error.code() in _REFUSALS:
             said = f"the daemon on {place} refused: {describe(error)}"
@@ -113,7 +142,7 @@ class Link:
 def linked(given: SimpleNamespace, program: str) -> Iterator[Link]:
     """The daemon that the flags name; Failure for all that goes wrong with it."""
     place = place_of(given)
-    with said_plainly(place):
+    with said_plainly(place, getattr(given, "config", None)):
         if getattr(given, "remote", None):
             with remote.channel(given) as channel:
                 stub = operator_pb2_grpc.OperatorServiceStub(channel)

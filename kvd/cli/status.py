@@ -63,7 +63,7 @@ def command(**flags: Any) -> int:
 def look(given: SimpleNamespace) -> operator_pb2.StatusResponse:
     """The status of the daemon that the flags name."""
     place = place_of(given)
-    with said_plainly(place):
+    with said_plainly(place, given.config):
         if given.remote:
             return ask_remote(given, given.timeout)
         return ask(place, given.timeout)

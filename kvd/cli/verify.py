@@ -56,7 +56,7 @@ def command(**flags: Any) -> int:
     """
     given = SimpleNamespace(**flags)
     place = place_of(given)
-    with said_plainly(place):
+    with said_plainly(place, given.config):
         report = ask(place, given.timeout, with_bytes=not given.no_bytes)
     if given.json:
         show_json(as_json(report))

@@ -385,6 +385,31 @@ def test_a_daemon_that_has_the_pool_and_no_socket_is_not_to_be_started(
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("left", ["nothing", "a killed daemon's socket"])
+def test_a_daemon_that_begins_is_told_from_one_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
+    """Its socket comes last, and one that a killed daemon left is there until then."""
+    file = tmp_path / "kvd.toml"
+    if left != "nothing":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(tmp_path / "kvd.sock.companion"))
+    with daemon() as running:
+        file.write_text(f'pool_directory = "{running.pool}"\nsocket = "{tmp_path}/kvd.sock"\n')
+        begins = f"pid {running.pid} has the pool {running.pool}: it begins"
+        for command in ("status", "events", "verify"):
+            assert main([command, "--config", str(file)]) == 1
+            assert begins in capsys.readouterr().err, command
+        assert main(["doctor", "--config", str(file)]) == 3
+        said = capsys.readouterr().out
+        assert begins in said
+        assert "wait" in said
+        assert "start it again" not in said
+    assert main(["status", "--config", str(file)]) == 1
+    assert "it begins" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
 def test_flags_of_a_daemon_count_before_a_file_of_another_pool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shlex
 import stat
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import native
-from kvd.cli.calls import socket_gone
+from kvd.cli.calls import holder_of, socket_gone
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.cli.pool_settings import pool_config
 from kvd.cli.status import awaits_ends, how_it_flaps
@@ -27,7 +26,6 @@ from kvd.linux.own_directory import (
     require_own,
     require_place,
 )
-from kvd.linux.proc import locker_of
 from kvd.pool.capacity_check import (
     is_shared,
     measure,
@@ -273,7 +271,8 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
         )
     else:
         again = "start it again"
-        if _is_answered(on):  # a start beside it would be refused
+        # A start beside it would be refused.
+        if _is_answered(on) or holder_of(on.pool.directory) is not None:
             again = "wait; if that does not help, restart it (systemctl restart kvd)"
         yield Diagnosis(
             "socket",
@@ -286,13 +285,10 @@ def _no_socket(on: Subject) -> Diagnosis:
     """Of a daemon that has the settings' pool, and no socket there: it can't be started again."""
     problem = f"no daemon has its socket at {on.config.socket}"
     named = "name its socket (--socket, KVD_SOCKET, --config)"
-    owner = None
-    with contextlib.suppress(OSError):  # the pool is not there, or closed to this user
-        owner = locker_of(on.pool.directory / "lock")
-    if owner is None:
+    holder = holder_of(on.pool.directory)
+    if holder is None:
         return Diagnosis("socket", problem, f"start it (systemctl start kvd), or {named}")
-    problem += f", and pid {owner} has the pool {on.pool.directory}: it begins, or its socket is"
-    problem += " elsewhere, or was removed"
+    problem += f", and {holder}"
     fix = f"wait until it has begun, or {named}; where it was removed, restart the daemon"
     return Diagnosis("socket", problem, f"{fix} (systemctl restart kvd)")
 
