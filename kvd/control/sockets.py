@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -34,7 +35,7 @@ class SocketTaken(Exception):
 
 
 def refuse_taken(socket_file: Path, companion: Path) -> None:
-    """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's.
+    """Raise SocketTaken where anybody living has the socket; a file left behind is nobody's.
 
     OSError, with the setting to change, where this user may not even ask.
     """
@@ -55,6 +56,8 @@ def _is_answered(path: Path) -> bool:
         except (TimeoutError, BlockingIOError):
             pass  # it lives, and has no time to answer
         except OSError as error:
+            if error.errno == errno.EPROTOTYPE:  # one of datagrams, say: another program's
+                return True
             raise OSError(
                 f"uid {os.geteuid()} can't reach {path} ({error.strerror}): give its directory"
                 " to the daemon's user, or choose another --socket"

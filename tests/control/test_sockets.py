@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.control.sockets import SocketTaken, refuse_taken
 from tests.control.daemon_rig import Caller
 from tests.control.running_daemon import RunningDaemon
 from tests.waiting import wait_until
@@ -96,3 +98,15 @@ def begin(place: Path, pool: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvd", "serve", "--socket", str(place / "kvd.sock"), *flags]
     with (place / f"{pool.name}.log").open("wb") as log:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_SEQPACKET])
+def test_a_live_socket_of_another_kind_is_left_alone(kind: int, tmp_path: Path) -> None:
+    place = tmp_path / "kvd.sock"
+    with socket.socket(socket.AF_UNIX, kind) as other:
+        other.bind(str(place))
+        if kind == socket.SOCK_SEQPACKET:
+            other.listen()
+        with pytest.raises(SocketTaken, match="choose another --socket"):
+            refuse_taken(place, tmp_path / "kvd.sock.companion")
+    refuse_taken(place, tmp_path / "kvd.sock.companion")  # nobody's by now
