@@ -120,4 +120,7 @@ def as_text(report: Report) -> Iterator[str]:
         else "all is whole"
     )
     if report.unsettled:
-        yield f"{report.unsettled} comparisons given up: too much changed meanwhile"
+        yield (
+            f"comparisons given up: {report.unsettled}; what they compare changed all the time, or"
+            " is too large for one look, which is no damage"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli.verify import EXIT_BROKEN, KEPT_FINDINGS, Report, ask, whole_report
+from kvd.cli.verify import EXIT_BROKEN, KEPT_FINDINGS, Report, as_text, ask, whole_report
 from kvd.core.upkeep.verify import Finding
 from kvd.runtime.driver import TICK_SECONDS
 from kvd.runtime.verify import MAX_FINDINGS, Look
@@ -293,6 +293,13 @@ def test_an_answer_names_so_many_findings_and_counts_the_others() -> None:
     assert len(report.findings) == KEPT_FINDINGS
     assert report.more_findings == MAX_FINDINGS + 3 * report.looks
     assert report.unsettled == report.looks
+
+
+def test_a_comparison_given_up_is_not_said_to_be_for_changes_alone() -> None:
+    """An index page of a million blocks is too large to be counted, however idle the daemon."""
+    *_, last = as_text(Report(blocks=1_000_000, unsettled=1))
+    assert "comparisons given up: 1;" in last
+    assert "too large for one look" in last
 
 
 def test_a_look_goes_on_where_the_one_before_ended() -> None:
