@@ -332,6 +332,23 @@ def test_sigterm_waits_for_copies_and_leaves_no_socket_but_the_pool() -> None:
         assert (running.pool / "slots.table").exists()
 
 
+@pytest.mark.parametrize("what", ["events", "record"])
+def test_who_reads_a_stream_is_told_that_the_daemon_stops(what: str) -> None:
+    """Not that he is unknown: many clients take that for a refusal that stands."""
+    with daemon() as running:
+        tool = Caller(running.socket)
+        if what == "events":
+            asked = events_pb2.WatchEventsRequest()
+            stream = tool.events.WatchEvents(asked, metadata=tool.metadata, timeout=20)
+        else:
+            request = operator_pb2.RecordRequest()
+            stream = tool.operator.Record(request, metadata=tool.metadata, timeout=20)
+        assert next(stream) is not None
+        running.stop()
+        assert refusal(lambda: list(stream))[:2] == ("UNAVAILABLE", "DRAINING")
+        tool.close()
+
+
 def test_a_second_sigterm_does_not_wait() -> None:
     with daemon("--drain-seconds", "60") as running:
         engine = RawEngine(running.socket, identity=identity("hurry"))

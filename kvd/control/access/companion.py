@@ -179,6 +179,7 @@ class CompanionServer:
             # Not here either: connections that were not taken yet may hold descriptors.
             self.closer.close(None, (self._listener.detach(),))
             self._listener = None
+        self.peers.note_stop()
         for connection in list(self._connections):
             connection.close()
         self.unread.end()

@@ -21,7 +21,13 @@ import grpc
 
 from kvd.control.access import descriptors
 from kvd.control.access.closing import close_all
-from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
+from kvd.core.errors import (
+    Draining,
+    InvalidArgument,
+    LimitExceeded,
+    PermissionDenied,
+    Unauthenticated,
+)
 from kvd.core.shares import Shares
 from kvd.linux.calls import (
     SO_PEERPIDFD,
@@ -205,6 +211,7 @@ class Peer:
     memories: dict[int, Memory] = field(default_factory=dict)
     registrations: set[int] = field(default_factory=set)  # every one it ever had
     ended: bool = False
+    daemon_stops: bool = False  # which is why it ends
     _pidfd_open: bool = True
     _on_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -322,6 +329,8 @@ def no_peer() -> Unauthenticated:
 def ends_with(peer: Peer) -> Iterator[None]:
     """Within the block, for a stream: it is left with `no_peer` once the peer is gone.
 
+    With Draining where the daemon ends it: its client is in order, and may come back.
+
     A call may outlive its caller's companion connection. Cancelled, it would get no status and
     never end, and hold what gRPC has for it.
     """
@@ -340,7 +349,8 @@ def ends_with(peer: Peer) -> Iterator[None]:
     except asyncio.CancelledError:
         if not has_gone or streaming.uncancel():  # gRPC gives the call up, too
             raise
-        raise no_peer() from None
+        stops = Draining("the daemon is stopping")
+        raise (stops if peer.daemon_stops else no_peer()) from None
     finally:
         peer.forget(gone)
 
@@ -368,6 +378,11 @@ class Peers:
 
     def _forget(self, peer: Peer) -> None:
         self._by_token.pop(peer.token, None)
+
+    def note_stop(self) -> None:
+        """All that end from now on do so because the daemon stops."""
+        for peer in self._by_token.values():
+            peer.daemon_stops = True
 
     def user_behind(self, context: Context) -> int | None:
         """The caller's user; None for a caller who has not said hello."""
