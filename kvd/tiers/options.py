@@ -81,10 +81,13 @@ def seconds(least: float, most: float) -> Reader:
     """A number of seconds in these bounds."""
 
     def read(given: OptionValue) -> float:
-        number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not number or not least <= float(given) <= most:  # type: ignore[arg-type]
+        if (
+            not isinstance(given, int | float)
+            or isinstance(given, bool)
+            or not least <= given <= most  # as they are: a float can't have every whole number
+        ):
             raise ValueError(f"a number of seconds from {least:g} to {most:g}")
-        return float(given)  # type: ignore[arg-type]
+        return float(given)
 
     return read
 
@@ -120,8 +123,8 @@ def switch(given: OptionValue) -> bool:
 
 def path(given: OptionValue) -> Path:
     """A file by its absolute path."""
-    if not isinstance(given, str) or not given.startswith("/"):
-        raise ValueError("an absolute path")
+    if not isinstance(given, str) or not given.startswith("/") or "\0" in given:
+        raise ValueError("an absolute path, without a zero byte")
     return Path(given)
 
 

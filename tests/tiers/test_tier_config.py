@@ -13,7 +13,7 @@ from kvd.config.settings import Config, ConfigError
 from kvd.config.tiers import KINDS, SHARED_KINDS, TierRule
 from kvd.linux.plain_file import MAX_PEM_BYTES
 from kvd.pool.config import Checksums
-from kvd.tiers.options import secret_of
+from kvd.tiers.options import path, read_options, seconds, secret_of
 from kvd.tiers.process import QueueBounds
 from kvd.tiers.store import TierUnusable
 from kvd_proto.limits import MAX_TIERS
@@ -206,3 +206,15 @@ def test_secrets_are_read_from_small_plain_files(tmp_path: Path, kind: str, said
             file.truncate(MAX_PEM_BYTES + 1)
     with pytest.raises(TierUnusable, match=f"password_file: .*secret {said}"):
         secret_of("password_file", secret)
+
+
+@pytest.mark.parametrize("given", [10**400, -(10**400), True, "4", float("nan")], ids=range(5))
+def test_seconds_that_can_not_be_are_refused_by_name(given: float | str) -> None:
+    with pytest.raises(TierUnusable, match=r"^wait: .* is not a number of seconds from 0 to 60$"):
+        read_options({"wait": given}, {"wait": seconds(0, 60)})
+
+
+@pytest.mark.parametrize("given", ["data", "/a\0b", 7], ids=range(3))
+def test_paths_that_can_not_be_are_refused_by_name(given: int | str) -> None:
+    with pytest.raises(TierUnusable, match=r"^place: .* is not an absolute path, without a zero"):
+        read_options({"place": given}, {"place": path})
