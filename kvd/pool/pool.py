@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -73,15 +73,6 @@ PAGE_UNITS = 2048
 MOST_PAGES_SETTLED = 256
 MOST_PAGES_LOOKED_AT = 16
 REFILL_PIECES = 20  # of upkeep, between tries to have the whole reserve again
-
-
-@dataclass(frozen=True, slots=True)
-class PoolMemory:
-    """Bytes of memory taken now."""
-
-    extents: int
-    tables: int
-    pages: int
 
 
 class Pool:
@@ -204,11 +195,6 @@ class Pool:
             sum(slots.values()),
             sum(n * sum(self._recovery.rows[row].part_bytes) for row, n in slots.items()),
         )
-
-    @property
-    def directory(self) -> Path:
-        """Of the pool's tables."""
-        return self._config.directory
 
     @property
     def place(self) -> str:
@@ -400,9 +386,6 @@ class Pool:
         """A read-only descriptor of the index page; the pool keeps it open."""
         return self._pages[namespace].read_only_fd
 
-    def page_bytes(self, namespace: NamespaceId) -> int:
-        return self._pages[namespace].page_bytes
-
     def locate(self, slots: Slots, shard: int) -> tuple[U32, U64]:
         """Where one shard's parts lie: extent numbers, byte offsets in the extent."""
         return self._placement.locate(slots, shard)
@@ -428,21 +411,10 @@ class Pool:
 
     # -- books ------------------------------------------------------------------------------------
 
-    def memory(self) -> PoolMemory:
-        """Bytes taken by extents, tables and index pages."""
-        directory = self._config.directory
-        tables = sum(capacity_check.taken(path) for path in directory.glob("*.table"))
-        pages = sum(page.taken for page in self._pages.values())
-        return PoolMemory(self.extents * self.extent_bytes, tables, pages)
-
     @property
     def books(self) -> Books:
         """What tells whether all is whole."""
         return Books(self._books, self._rows, self._pages, self._standing)
-
-    def spilled(self, namespace: NamespaceId) -> int:
-        """Resident blocks that the namespace's index page has no place for."""
-        return self._pages[namespace].spilled
 
     def close(self) -> None:
         """Mark every page closed and let go of the pool; its files stay for the next owner.
