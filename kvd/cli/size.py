@@ -17,11 +17,11 @@ from kvd.cli.printing import show_json, size, table
 from kvd.config.settings import SETTINGS
 from kvd.config.values import parse_size, whole_number
 from kvd.core.blocks.extent_fit import part_fits
+from kvd.core.model.size_class import MIN_SLOT_BYTES
 from kvd.pool.config import (
     COMFORTABLE_EXTENTS,
     LEAST_CHOSEN_BYTES,
     MOST_CHOSEN_BYTES,
-    SMALLEST_BLOCK_BYTES,
     chosen_extent_bytes,
 )
 
@@ -206,7 +206,7 @@ def pool_for(blocks: int, block_bytes: int, shards: int) -> int:
 
 
 def _part(block_bytes: int, shards: int) -> int:
-    return max(-(-block_bytes // shards), SMALLEST_BLOCK_BYTES)
+    return max(-(-block_bytes // shards), MIN_SLOT_BYTES)
 
 
 def _pool(given: SimpleNamespace, block_bytes: int, shards: int) -> dict[str, int]:

@@ -31,7 +31,7 @@ Bools = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int64]  # dense slot numbers
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
-NO_SCOPE = ScopeId(0)
+NO_SCOPE = ScopeId(0)  # below the number of any
 
 # Where a checksum of a part's bytes should stand: none is known, and nothing is compared with it.
 NO_SUM = np.uint64(0)

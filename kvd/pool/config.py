@@ -7,8 +7,9 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd.core.model.size_class import MIN_SLOT_BYTES
+
 MIB = 1 << 20
-SMALLEST_BLOCK_BYTES = 4096  # smaller parts leave their extent partly unused
 RECORD_BYTES = 128
 ROW_HEADER_BYTES = 64
 CHECKSUM_BYTES = 8
@@ -20,7 +21,7 @@ COMFORTABLE_EXTENTS = 32
 LEAST_CHOSEN_BYTES = 4 * MIB  # smaller extents would be many files for little
 MOST_CHOSEN_BYTES = 64 * MIB
 MAX_SLOTS = (1 << 31) - 1  # eviction policies keep slot numbers in 31 bits
-MAX_POOL_BYTES = MAX_SLOTS * SMALLEST_BLOCK_BYTES
+MAX_POOL_BYTES = MAX_SLOTS * MIN_SLOT_BYTES
 MAX_THREADS = 64
 # What the registry may grow by on a file system that others fill: this part of the pool.
 RESERVE_SHARE = 256
@@ -80,10 +81,10 @@ class PoolConfig:
     extent_bytes_chosen: bool = False
 
     def __post_init__(self) -> None:
-        if self.extent_bytes < SMALLEST_BLOCK_BYTES or self.extent_bytes % SMALLEST_BLOCK_BYTES:
+        if self.extent_bytes < MIN_SLOT_BYTES or self.extent_bytes % MIN_SLOT_BYTES:
             raise PoolError(
                 f"extent_bytes is {self.extent_bytes}: it must be a positive multiple of"
-                f" {SMALLEST_BLOCK_BYTES}"
+                f" {MIN_SLOT_BYTES}"
             )
         if self.extents < 1:
             raise PoolError(
@@ -118,7 +119,7 @@ class PoolConfig:
     @property
     def slots_per_extent(self) -> int:
         """Most slots that one extent can hold."""
-        return self.extent_bytes // SMALLEST_BLOCK_BYTES
+        return self.extent_bytes // MIN_SLOT_BYTES
 
     @property
     def reserve_bytes(self) -> int:

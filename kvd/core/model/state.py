@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvd.core.errors import UnknownNamespace, UnknownSession
 from kvd.core.keys import (
+    NO_SCOPE,
     JobId,
     LeaseId,
     MoverId,
@@ -60,7 +61,6 @@ MAX_SCOPES = 65536
 LAST_SCOPE = (1 << 32) - 1  # a slot's record has 32 bits for its scope
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
-NO_SCOPE = ScopeId(0)  # below the number of any
 # Engine blocks of one group, of all groups of a session, and of all sessions of a tenant: two bytes
 # each, once used, in the map of those whose copy is in flight.
 MAX_ENGINE_BLOCKS = 1 << 22
