@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvd import native
+from kvd.core.keys import NODE_UNKNOWN
 
 HOST_SHARED_MEMORY = "host-shm"
 CUDA_IPC = "cuda-ipc"
 CUDA_VMM = "cuda-vmm"
-NODE_UNKNOWN = -1
 
 _TRANSPORTS = (HOST_SHARED_MEMORY, CUDA_IPC, CUDA_VMM)
 _NATIVE = tuple(f"native-{level}" for level in native.LEVELS)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvd.core.keys import NODE_UNKNOWN
 from kvd.linux.proc import numbers_of
 from kvd.mover.cuda import node
-from kvd.mover.facts import NODE_UNKNOWN
 
 
 @pytest.fixture

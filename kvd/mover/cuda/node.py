@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvd.core.keys import NODE_UNKNOWN
 from kvd.linux.proc import numbers_of
-from kvd.mover.facts import NODE_UNKNOWN
 
 SYSFS = Path("/sys")
 
