@@ -64,7 +64,7 @@ def _class_of(namespace: Namespace, group: int, keys: KeyBatch) -> SizeClass:
 
 def locate(state: State, session: Session, account: str, group: int, words: U64) -> Located:
     """Tags and slots of the keys."""
-    scope, seed = _number_and_seed(state, session, account, group)
+    scope, seed = number_and_seed(state, session, account, group)
     if scope != NO_SCOPE:
         return Located(scope, *state.index.locate(words, seed, scope))
     return Located(None, tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64))
@@ -78,15 +78,17 @@ def locate_each(
     if len(known) == 1:
         scope, tags, slots = locate(state, session, accounts[0], group, words)
         return LocatedEach(np.full(len(words), scope or NO_SCOPE, dtype=np.uint32), tags, slots)
-    named = {account: _number_and_seed(state, session, account, group) for account in known}
+    named = {account: number_and_seed(state, session, account, group) for account in known}
     numbers, seeds = zip(*(named[account] for account in accounts), strict=True)
     scopes, tags = np.array(numbers, dtype=np.uint32), tags_of(words, np.array(seeds, np.uint64))
     return LocatedEach(scopes, tags, state.index.find(tags, words, scopes))
 
 
-def _number_and_seed(
+def number_and_seed(
     state: State, session: Session, account: str, group: int
 ) -> tuple[ScopeId, int]:
+    """Of the scope in which such keys meet others: NO_SCOPE, and the seed that it would have, where
+    nobody has opened it."""
     scope = namespaces.find_scope(state, session, account, group)
     if scope is not None:
         return scope.scope, scope.seed

@@ -9,12 +9,13 @@ from itertools import chain, islice
 import numpy as np
 
 from kvd.core.blocks import namespaces
+from kvd.core.blocks.reading import number_and_seed
 from kvd.core.events import RequestsTold
 from kvd.core.keys import U64, NamespaceId, RequestId, TenantId
 from kvd.core.model.gone import GoneRing, Recalled
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.slots import READY
-from kvd.core.model.state import Namespace, Scope, Session, State
+from kvd.core.model.state import Namespace, Scope, State
 from kvd.core.model.turn import Turn
 from kvd.core.told import MissedBlock
 from kvd_proto.tags import tags_of
@@ -59,17 +60,9 @@ def requests_told(turn: Turn, event: RequestsTold) -> None:
         recalled.cleared_ns = namespace.cleared_ns
         missed = told.missed
         if missed is not None and missed.group < len(namespace.classes):
-            seed = _seed_of(state, session, told.account, missed.group)
+            _, seed = number_and_seed(state, session, told.account, missed.group)
             recalled.tag = int(tags_of(missed.words, seed)[0])
         share.requests.append(recalled)
-
-
-def _seed_of(state: State, session: Session, account: str, group: int) -> int:
-    scope = namespaces.find_scope(state, session, account, group)
-    if scope is not None:
-        return scope.seed
-    namespace = state.namespace_of(session)
-    return namespaces.scope_seed(state, namespace, session.epoch, account, group)
 
 
 def explain(state: State, request: str, may_see: Callable[[TenantId], bool]) -> list[Explained]:
