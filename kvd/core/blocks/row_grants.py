@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from kvd.core.keys import NODE_UNKNOWN, RowId
 from kvd.core.model.size_class import MIN_SLOT_BYTES, Row, SizeClass
 from kvd.core.model.slots import SlotState
@@ -52,8 +50,7 @@ def grant_row(turn: Turn, owner: SizeClass) -> None:
         granted_ns=turn.now_ns,
     )
     add_row(state, row)
-    slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
-    owner.free.put(slots)
+    owner.free.put(row.all_slots)
     state.counters.rows_granted += 1
     turn.orders.append(row.grant())
 
@@ -65,8 +62,7 @@ def add_row(state: State, row: Row) -> None:
     row.size_class.count(capacity=row.slots)
     if not row.orphaned:
         state.rights.hold(row.size_class.namespace, len(row.extents))
-    slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
-    state.slots.move(slots, SlotState.ABSENT, SlotState.FREE)
+    state.slots.move(row.all_slots, SlotState.ABSENT, SlotState.FREE)
 
 
 def grant_spare(turn: Turn, owners: Iterable[SizeClass]) -> None:

@@ -235,6 +235,11 @@ class Row:
     def span(self) -> slice:
         return slice(self.first_slot, self.first_slot + self.slots)
 
+    @property
+    def all_slots(self) -> Slots:
+        """Ascending."""
+        return np.arange(self.first_slot, self.first_slot + self.slots, dtype=np.int64)
+
     def grant(self) -> GrantRow:
         owner = self.size_class
         return GrantRow(

@@ -394,7 +394,6 @@ def retire_row(turn: Turn, row: Row) -> None:
 def _leave_class(state: State, row: Row) -> None:
     """The row's slots, all FREE, exist no more."""
     owner = row.size_class
-    slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     if row.emptying:
         row.emptying = False
         del owner.emptying[row.row], state.emptying[row.row]
@@ -402,7 +401,7 @@ def _leave_class(state: State, row: Row) -> None:
         dropped = owner.free.drop(row.first_slot, row.slots)
         assert len(dropped) == row.slots, "a row is taken back with a slot in use"
         state.rights.hold(owner.namespace, -len(row.extents))
-    state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
+    state.slots.move(row.all_slots, SlotState.FREE, SlotState.ABSENT)
     owner.count(capacity=-row.slots)
     del owner.rows[row.row]
     del state.rows[row.row]
