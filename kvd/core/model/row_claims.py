@@ -51,12 +51,13 @@ class Turns:
 
     def __iter__(self) -> Iterator[Claim]:
         """The first claim of each payer, then the second of each, and so on."""
-        return _interleaved(list(map(list, (of.values() for of in self._payers.values()))))
+        return iter(self.first(len(self)))
 
     def first(self, most: int) -> list[Claim]:
         """So many of those, without a look at all of the others."""
         turns = [list(islice(of.values(), most)) for of in islice(self._payers.values(), most)]
-        return list(islice(_interleaved(turns), most))
+        interleaved = (claim for turn in zip_longest(*turns) for claim in turn if claim is not None)
+        return list(islice(interleaved, most))
 
     def get(self, name: ClassName) -> Claim | None:
         payer = self._payer_of.get(name)
@@ -89,10 +90,6 @@ class Turns:
         self.end_turn(name)
         claims = self._payers[self._payer_of[name]]
         claims[name] = claims.pop(name)
-
-
-def _interleaved(turns: list[list[Claim]]) -> Iterator[Claim]:
-    return (claim for turn in zip_longest(*turns) for claim in turn if claim is not None)
 
 
 @dataclass(slots=True, eq=False)
