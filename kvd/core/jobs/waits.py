@@ -6,7 +6,7 @@ import numpy as np
 
 from kvd.core.errors import SESSION_CLOSED
 from kvd.core.jobs import transfer
-from kvd.core.keys import Slots
+from kvd.core.keys import Bools, Slots
 from kvd.core.model.job import WAIT_BYTES, Filling, Job, Offer, Piece, Wait
 from kvd.core.model.size_class import Tenant
 from kvd.core.model.state import Session, State
@@ -15,10 +15,8 @@ MAX_WAITING_BYTES = 4 * 2**20  # of one session: 65,536 keys of common length, o
 MAX_TENANT_WAITING_BYTES = 16 * 2**20  # of all sessions of a tenant
 
 
-def stored_by(state: State, slots: Slots, job: Job) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def stored_by(state: State, slots: Slots, job: Job) -> Bools:
     """Which of these RESERVED slots the job itself is storing."""
-    if not len(slots):
-        return np.zeros(0, dtype=np.bool_)
     numbers = state.slots.fillings[slots]
     own = [n for n in set(numbers.tolist()) if _is_of(state.fillings[n], job)]
     return np.isin(numbers, own)
