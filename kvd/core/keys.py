@@ -67,6 +67,15 @@ def each_once(numbers: npt.NDArray[Number]) -> npt.NDArray[Number]:
     return ordered if np.count_nonzero(is_first) == len(ordered) else ordered[is_first]
 
 
+def are_among(numbers: U32, ascending: Slots) -> Bools:
+    """As `np.isin`, which takes as long as sorting both."""
+    if not len(ascending):
+        return np.zeros(len(numbers), dtype=np.bool_)
+    places = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
+    found: Bools = ascending[places] == numbers
+    return found
+
+
 NODE_UNKNOWN = -1  # memory node of an extent, or of a rank's GPU
 
 

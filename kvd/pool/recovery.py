@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.actions import OpenScope
 from kvd.core.events import (
     Event,
     PoolRecovered,
@@ -21,7 +20,7 @@ from kvd.core.events import (
     RowsRecovered,
     ScopesRecovered,
 )
-from kvd.core.keys import NO_SUM, NamespaceId, RowId
+from kvd.core.keys import NO_SUM, NamespaceId, RowId, ScopeId, are_among
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
 from kvd.pool.registry import Registry
@@ -79,9 +78,10 @@ class Recovery:
         registry = self.books.registry
         for namespace, scopes in self._scopes():
             yield ScopesRecovered(namespace, registry.namespaces[namespace].spec, scopes)
-        groups = self._groups_by_scope()
+        known = self._scopes_of_classes()
         for rows in self._batches():
-            yield self._read(rows, groups[rows[0].namespace])
+            of_class = known.get((rows[0].namespace, rows[0].group), [])
+            yield self._read(rows, np.array(of_class, dtype=np.int64))
         yield PoolRecovered(registry.highest_namespace + 1, registry.highest_scope + 1)
 
     def _scopes(self) -> Iterator[tuple[NamespaceId, tuple[RecoveredScope, ...]]]:
@@ -190,16 +190,16 @@ class Recovery:
         if batch:
             yield batch
 
-    def _read(self, rows: list[GrantedRow], groups: npt.NDArray[np.int64]) -> RowsRecovered:
+    def _read(self, rows: list[GrantedRow], known: npt.NDArray[np.int64]) -> RowsRecovered:
+        """`known`: scopes of the rows' class, ascending."""
         table, namespace, group = self.books.slot_table, rows[0].namespace, rows[0].group
         hash_bytes = self.books.registry.namespaces[namespace].spec.hash_bytes
         records = self._records_of(rows)
         records = records[table.ready(records)]
-        named = table.scopes(records)
-        scopes = np.minimum(named, len(groups) - 1)
+        scopes = table.scopes(records)
         whole = table.whole(records, hash_bytes)
-        good = whole & (groups[scopes] == group)
-        cleared = named < self.books.registry.cleared_below(namespace)
+        good = whole & are_among(scopes, known)
+        cleared = scopes < self.books.registry.cleared_below(namespace)
         self.dropped_records += int((~whole | ~good & ~cleared).sum())
         checked = self._checked(rows, records[good])
         self.unchecked_records += int((~checked).sum())
@@ -249,17 +249,11 @@ class Recovery:
             mask |= unsummed
         return mask
 
-    def _groups_by_scope(self) -> dict[NamespaceId, npt.NDArray[np.int64]]:
-        """For each namespace the group of each scope number, -1 for others'; the last is unused."""
-        of_namespace: dict[NamespaceId, list[OpenScope]] = {}
-        for scope in self.books.registry.scopes.values():
-            of_namespace.setdefault(scope.namespace, []).append(scope)
-        found = {}
-        for namespace, scopes in of_namespace.items():
-            numbers = [scope.scope for scope in scopes]
-            groups = np.full(max(numbers) + 2, -1, dtype=np.int64)
-            groups[numbers] = [scope.group for scope in scopes]
-            found[namespace] = groups
+    def _scopes_of_classes(self) -> dict[tuple[NamespaceId, int], list[ScopeId]]:
+        """By namespace and group, ascending. Nothing is by number: those rise as the pool lives."""
+        found: dict[tuple[NamespaceId, int], list[ScopeId]] = {}
+        for number, scope in sorted(self.books.registry.scopes.items()):
+            found.setdefault((scope.namespace, scope.group), []).append(number)
         return found
 
     def _records(self, extent: int, slots: int) -> Records:

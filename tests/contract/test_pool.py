@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,6 +239,26 @@ def test_a_released_row_is_gone_and_zeroed(shared_directory: Path) -> None:
             pool.locate(np.array([SLOTS_PER_EXTENT]), 0)
     with opened(config) as pool:
         assert orders.tells_of_nothing(list(pool.recovered()))
+
+
+def test_a_scope_whose_number_has_risen_far_is_read_back_without_memory(
+    shared_directory: Path,
+) -> None:
+    config, high = orders.config(shared_directory), 30_000_000
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.open_scope(OpenScope(ScopeId(high), orders.NAMESPACE, "epoch 1", "new", 0))
+        pool.grant_row(orders.row([2]))
+        first = 2 * SLOTS_PER_EXTENT
+        pool.write_ready(orders.ready(range(first, first + 8), orders.keys(8), scope=high))
+    tracemalloc.start()
+    try:
+        with opened(config) as pool:
+            found = orders.rows_of(list(pool.recovered()))
+        assert tracemalloc.get_traced_memory()[1] < high
+    finally:
+        tracemalloc.stop()
+    assert found[2].scopes.tolist() == [high] * 8
 
 
 def test_a_recovered_row_is_granted_again_and_goes_on(shared_directory: Path) -> None:

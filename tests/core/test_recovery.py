@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
@@ -13,6 +14,8 @@ from kvd.core import events as ev
 from kvd.core.keys import NODE_UNKNOWN, U32, U64, NamespaceId, RowId, ScopeId, Slots
 from kvd.core.model.index import Index
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec, verdict
+
+HIGH_SCOPE = 30_000_000
 
 
 def scopes_read_back(left: Bench) -> list[ev.ScopesRecovered]:
@@ -182,6 +185,21 @@ def test_record_of_an_unknown_scope_is_freed() -> None:
     (freed,) = only(bench.machine.handle(event, 0), act.WriteFree)
     assert freed.slots.tolist() == [2]
     assert bench.machine.statistics().slots.ready == 0
+
+
+def test_scopes_whose_numbers_have_risen_far_take_no_memory() -> None:
+    left = small()
+    left.machine.state.next_scope = HIGH_SCOPE
+    left.open()
+    left.stored(range(5))
+    tracemalloc.start()
+    try:
+        bench = restarted(left)
+        assert tracemalloc.get_traced_memory()[1] < HIGH_SCOPE
+    finally:
+        tracemalloc.stop()
+    bench.open()
+    assert bench.statuses(range(5)) == "HHHHH"
 
 
 class CountedExtent(int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.core.keys import are_among
 from kvd.core.model.turn import Turn
 from kvd.core.room import expiry
 from tests.core.bench import small
@@ -71,7 +72,7 @@ def test_epoch_of_a_copy_under_way_waits_for_its_end_and_the_others_do_not() -> 
 def test_scopes_are_found_among_those_of_a_sweep() -> None:
     ascending = np.array([2, 3, 7, 70_000], dtype=np.int64)
     numbers = np.array([0, 2, 3, 4, 7, 69_999, 70_000, 70_001], dtype=np.uint32)
-    found = expiry._are_among(numbers, ascending)
+    found = are_among(numbers, ascending)
     assert found.tolist() == np.isin(numbers, ascending).tolist()
-    assert not expiry._are_among(numbers, ascending[:0]).any()
-    assert expiry._are_among(numbers[:0], ascending).tolist() == []
+    assert not are_among(numbers, ascending[:0]).any()
+    assert are_among(numbers[:0], ascending).tolist() == []

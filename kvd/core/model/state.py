@@ -364,7 +364,7 @@ class State:
         self.released: deque[Wait] = deque()  # whose leader has ended; they go on, some an event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
         self.recovered = {}
-        self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
+        self.recovered_scopes: tuple[Slots, npt.NDArray[np.uint64], Slots] | None = None
         self.below = Below(
             tuple(Tier(TierId(place), terms) for place, terms in enumerate(config.tiers))
         )

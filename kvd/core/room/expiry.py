@@ -23,7 +23,7 @@ from kvd.core.actions import ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.blocks.slot_lifecycle import first_of
 from kvd.core.claims import hand_off
-from kvd.core.keys import NO_SLOTS, U32, Bools, ScopeId, SessionId, Slots
+from kvd.core.keys import NO_SLOTS, ScopeId, SessionId, Slots, are_among
 from kvd.core.model import backlog
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.size_class import Row, SizeClass
@@ -436,22 +436,13 @@ def _give_up_some(turn: Turn, row: Row, most: int, scopes: Slots | None = None) 
         return some, False
     ready = slot_lifecycle.ready_in(state, row)
     if scopes is not None:
-        ready = ready[_are_among(state.slots.scopes[ready], scopes)]
+        ready = ready[are_among(state.slots.scopes[ready], scopes)]
     if not len(ready):
         return some, True
     few = first_of(state, ready, most - some)
     _give_up(turn, row.size_class, few)
     stuck = len(few) > 0 and bool((state.slots.state[few] == READY).all())
     return some + len(few), stuck or len(few) == len(ready)
-
-
-def _are_among(numbers: U32, ascending: Slots) -> Bools:
-    """As `np.isin`, which takes as long as sorting both."""
-    if not len(ascending):
-        return np.zeros(len(numbers), dtype=np.bool_)
-    places = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
-    found: Bools = ascending[places] == numbers
-    return found
 
 
 def _give_up(turn: Turn, owner: SizeClass, slots: Slots) -> None:

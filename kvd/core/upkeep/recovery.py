@@ -8,7 +8,7 @@ from kvd.core.actions import PublishTags, WriteFree
 from kvd.core.blocks import namespaces
 from kvd.core.blocks.row_grants import add_row
 from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRecovered
-from kvd.core.keys import U64, RowId, Slots
+from kvd.core.keys import U64, RowId, Slots, are_among
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import FREE, STAMP_MASK, STAMP_SHIFT, SlotState
@@ -98,11 +98,13 @@ def _kept(
 
     All scopes at once: with an account a user, a row holds blocks of thousands.
     """
-    seeds, owners = _scopes_by_number(state)
-    numbers = np.minimum(event.scopes, len(owners) - 1)
-    rows = np.flatnonzero(owners.take(numbers) == event.namespace * MAX_GROUPS + event.group)
+    numbers, seeds, owners = _known_scopes(state)
+    rows = np.flatnonzero(are_among(event.scopes, numbers))
+    places = numbers.searchsorted(event.scopes[rows])
+    theirs = owners.take(places) == event.namespace * MAX_GROUPS + event.group
+    rows, places = rows[theirs], places[theirs]
     words, scopes = event.keys.words[rows], event.scopes[rows]
-    tags = tags_of(words, seeds.take(scopes))
+    tags = tags_of(words, seeds.take(places))
     state.slots.tags[slots[rows]] = tags
     known = state.index.find(tags, words, scopes) != NOWHERE
     kept = np.zeros(len(slots), dtype=np.bool_)
@@ -115,15 +117,15 @@ def _kept(
     return kept
 
 
-def _scopes_by_number(state: State) -> tuple[U64, Slots]:
-    """Seed of each scope, and whose it is as one number; the last belongs to nobody."""
+def _known_scopes(state: State) -> tuple[Slots, U64, Slots]:
+    """Numbers of all scopes, ascending, the seed of each, and whose it is as one number."""
     if state.recovered_scopes is None:
-        count = state.next_scope + 1
-        seeds, owners = np.zeros(count, dtype=np.uint64), np.full(count, -1, dtype=np.int64)
-        for number, scope in state.scopes.items():
-            seeds[number] = scope.seed
-            owners[number] = scope.namespace * MAX_GROUPS + scope.group
-        state.recovered_scopes = seeds, owners
+        known = [scope for _, scope in sorted(state.scopes.items())]
+        state.recovered_scopes = (
+            np.array([scope.scope for scope in known], dtype=np.int64),
+            np.array([scope.seed for scope in known], dtype=np.uint64),
+            np.array([s.namespace * MAX_GROUPS + s.group for s in known], dtype=np.int64),
+        )
     return state.recovered_scopes
 
 
