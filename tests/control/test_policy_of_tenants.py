@@ -60,7 +60,7 @@ def test_an_operator_sees_every_tenant_and_others_their_own() -> None:
     assert policy.may_see(peer(1001), BETA)
     assert not policy.may_see(peer(1000), BETA)
     assert policy.sight(peer(0)) is None, "of every one"
-    assert policy.sight(peer(1000)) == {ACME}
+    assert policy.sight(peer(1000)) == frozenset({ACME})
 
 
 def test_a_user_that_two_tenants_share_is_not_isolated() -> None:
