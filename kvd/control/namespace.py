@@ -92,7 +92,7 @@ def namespace_spec(
 
 
 def _check_fields(fields: pb.NamespaceFields) -> None:
-    for name in (*_STRINGS, "tenant"):
+    for name in _STRINGS:
         check_string(getattr(fields, name), f"namespace.{name}")
     for name in _REQUIRED:
         if not getattr(fields, name):

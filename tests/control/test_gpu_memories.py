@@ -122,6 +122,12 @@ def test_memory_that_can_not_be_is_refused_with_the_field_named(
     assert (code, reason, field) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", named)
 
 
+def test_a_gpus_name_is_looked_at_only_where_it_is_short(worker: RawWorker) -> None:
+    memories = [ipc(gpu_uuid="GPU-" + "\u0130" * 2_000_000)]
+    said = refusal(lambda: worker.register(memories=memories, gpu_memory=ROOM))
+    assert said == ("INVALID_ARGUMENT", "STRING_TOO_LONG", "memories[0].gpu_uuid")
+
+
 def test_a_mig_instance_is_refused_for_what_it_is(worker: RawWorker) -> None:
     memories = [ipc(gpu_uuid="MIG-01234567-89ab-cdef-0123-456789abcdef")]
     said = refusal(lambda: worker.register(memories=memories, gpu_memory=ROOM))

@@ -18,6 +18,8 @@ from tests.control.daemon_rig import (
     hashes,
     identity,
     load_job,
+    namespace,
+    open_and_close,
     query,
     refusal,
     store_job,
@@ -315,3 +317,10 @@ def test_of_a_job_id_that_is_twice_in_one_message_the_refusal_says_so(engine: Ra
     verdicts = engine.scheduler.step(loads=jobs).verdicts
     assert [verdict.reason for verdict in verdicts] == ["KEY_MISSING", "JOB_NOT_RISING"]
     assert verdicts[1].message == f"job {fresh} is twice in one message"
+
+
+def test_a_tenant_is_looked_for_only_where_its_name_is_short(running: RunningDaemon) -> None:
+    """Who is not that tenant is told the name, and to write some MiB of it takes long."""
+    fields = namespace(tenant="\x01" * 4_000_000)
+    said = refusal(lambda: open_and_close(running.socket, namespace=fields))
+    assert said == ("INVALID_ARGUMENT", "STRING_TOO_LONG", "namespace.tenant")

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from kvd.control.access.peers import Memory, Peer
+from kvd.control.namespace import check_string
 from kvd.core.errors import InvalidArgument
 from kvd.mover import registration_errors
 from kvd.mover.layout import CudaRegion, Region
@@ -141,6 +142,7 @@ def _check_gpu_memory(request: pb.RegisterRankRequest) -> int:
 
 def _gpu_uuid(text: str, where: str) -> str:
     """The UUID as the driver writes it."""
+    check_string(text, f"{where}.gpu_uuid")  # to lower the case of some MiB holds up all others
     if text.startswith("MIG-"):
         raise InvalidArgument(
             f"{where} lies on a MIG instance ({text[:64]!r}): CUDA shares no memory there between"

@@ -19,7 +19,7 @@ from kvd.control.access import descriptors
 from kvd.control.access.peers import Context, Peer
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT, UNKNOWN_MESSAGE
-from kvd.control.namespace import namespace_spec
+from kvd.control.namespace import check_string, namespace_spec
 from kvd.control.registration.engine_exits import EngineExitWatcher
 from kvd.control.registration.rendezvous import Rendezvous, check_identity, process_of
 from kvd.control.sessions.outbox import QUIET, Outbox
@@ -450,7 +450,7 @@ def _name_of_start(identity: pb.EngineIdentity, peer: Peer) -> str:
 
 
 def check_open(message: pb.OpenSession) -> None:
-    """Raise InvalidArgument unless the figures of an OpenSession are possible."""
+    """Raise InvalidArgument unless figures and names of an OpenSession are possible."""
     if not 1 <= message.world_size <= MAX_RANKS:
         raise InvalidArgument(
             f"world_size is {message.world_size}, not 1..{MAX_RANKS}",
@@ -459,3 +459,5 @@ def check_open(message: pb.OpenSession) -> None:
         )
     convert.check_count(len(message.capabilities), MAX_CAPABILITIES, "capabilities")
     convert.epoch_name(message.epoch)
+    # Before it is looked for: a refusal quotes it, and to quote some MiB holds up all others.
+    check_string(message.namespace.tenant, "namespace.tenant")
