@@ -9,13 +9,11 @@ from typing import Any
 import click
 from google.protobuf.json_format import MessageToDict
 
-from kvd.cli import remote
-from kvd.cli.calls import place_of, said_plainly
+from kvd.cli.calls import linked
 from kvd.cli.options import AN_HOUR, Checked, daemon_options
 from kvd.cli.printing import duration, show_json, show_lines, size, table
 from kvd.config.values import number, whole_number
-from kvd_client.daemon import greeted
-from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
+from kvd_proto.v1 import operator_pb2
 
 WASTE_SHOWN = 0.01  # of extents; less is not worth a line
 LEAST_INTERVAL = 0.2
@@ -62,25 +60,13 @@ def command(**flags: Any) -> int:
 
 def look(given: SimpleNamespace) -> operator_pb2.StatusResponse:
     """The status of the daemon that the flags name."""
-    place = place_of(given)
-    with said_plainly(place, given.config):
-        if given.remote:
-            return ask_remote(given, given.timeout)
-        return ask(place, given.timeout)
+    with linked(given, "kvd status") as daemon:
+        return whole_status(lambda request: daemon.operator.Status(request, **daemon.terms()))
 
 
 def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
-    """The status that a daemon tells this process."""
-    with greeted(path, companion_pb2.PEER_ROLE_TOOL, "kvd status", timeout_s) as daemon:
-        stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
-        return whole_status(lambda r: stub.Status(r, timeout=timeout_s, metadata=daemon.metadata))
-
-
-def ask_remote(given: SimpleNamespace, timeout_s: float) -> operator_pb2.StatusResponse:
-    """The status that the daemon behind a gateway tells it."""
-    with remote.channel(given) as channel:
-        stub = operator_pb2_grpc.OperatorServiceStub(channel)
-        return whole_status(lambda r: stub.Status(r, timeout=timeout_s))
+    """The same of the daemon on this socket."""
+    return look(SimpleNamespace(socket=path, config=None, remote=None, timeout=timeout_s))
 
 
 def whole_status(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 
 from kvd.config import settings
 from kvd.config.values import gid_of, read_group
-from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
+from kvd_client.daemon import DaemonLink, greeted
+from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
 from tests.forked import run as kvd
 from tests.ports import free_port
@@ -109,12 +112,12 @@ def test_status_explains_a_socket_that_it_may_not_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kvd import __main__
-    from kvd.cli import status
+    from kvd.cli import calls
 
-    def denied(_path: str, _timeout_s: float) -> None:
+    def denied(*_who: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(status, "ask", denied)
+    monkeypatch.setattr(calls, "greeted", denied)
     assert __main__.main(["status", "--socket", "/run/kvd/kvd.sock"]) == 1
     said = capsys.readouterr().err
     assert "may not open /run/kvd/kvd.sock:" in said
@@ -141,16 +144,15 @@ def test_a_refused_status_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from kvd import __main__
-    from kvd.cli import status
+    from kvd.cli import calls
 
+    @contextmanager
+    def without_token(*who: Any) -> Iterator[DaemonLink]:
+        with greeted(*who) as link:
+            yield link._replace(metadata=())
+
+    monkeypatch.setattr(calls, "greeted", without_token)
     with daemon() as running:
-
-        def without_token(path: str, timeout_s: float) -> object:
-            with grpc.insecure_channel(f"unix:{path}") as channel:
-                stub = operator_pb2_grpc.OperatorServiceStub(channel)
-                return stub.Status(operator_pb2.StatusRequest(), timeout=timeout_s)
-
-        monkeypatch.setattr(status, "ask", without_token)
         assert __main__.main(["status", "--socket", running.socket]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "UNAUTHENTICATED" in line
