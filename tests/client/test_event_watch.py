@@ -203,7 +203,7 @@ class Stream:
         self.watch = EventWatch("/nowhere", "test", clock=lambda: self.now)
         monkeypatch.setattr(self.watch, "_run", lambda: None)
         self.watch.follow(1, "e")
-        self.reading = event_watch.Reading(self.watch._turn, "e", set(), set())
+        self.reading = event_watch.Reading(self.watch._turn, "e", set(), {})
 
     def tell(self, kind: str, *keys: Key, epoch: str = "e") -> None:
         hashes = b"".join(key[: -event_watch.GROUP_BYTES] for key in keys)

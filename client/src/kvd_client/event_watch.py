@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     turn: int
     epoch: str
     announced: set[Key]
-    in_tiers: set[tuple[Residence, Key]]
+    in_tiers: dict[Residence, set[Key]]
 
 
 class EventWatch:
@@ -72,7 +72,8 @@ class EventWatch:
         self._socket_path = socket_path
         self._program = program
         self._clock = clock
-        self._lock = threading.Lock()  # held for microseconds, but where the engine loses all
+        # Held for microseconds, but where the engine loses all, or a call of the stream begins.
+        self._lock = threading.Lock()
         # Announced, and until when what the stream says may be of a copy before the announced one.
         # Ordered: to take the oldest of many from a dict walks over all that were taken before it.
         self._tracked: OrderedDict[Key, float] = OrderedDict()
@@ -282,8 +283,8 @@ class EventWatch:
                 self._take_in(event, reading)
             if response.snapshot_end:
                 self._note(list(reading.announced), reading, self._removed)
-                for place, key in reading.in_tiers:
-                    self._note([key], reading, partial(self._left, place))
+                for place, left in reading.in_tiers.items():
+                    self._note(list(left), reading, partial(self._left, place))
             if not may_begin:
                 self._go_on_at((response.incarnation, response.sequence), reading)
 
@@ -321,7 +322,8 @@ class EventWatch:
                 self._note(_keys_of(event), reading, partial(self._left, place))
             elif kind == events_pb2.CacheEvent.KIND_STORED:
                 keys = _keys_of(event)
-                reading.in_tiers.difference_update((place, key) for key in keys)
+                if place in reading.in_tiers:
+                    reading.in_tiers[place].difference_update(keys)
                 self._note(keys, reading, partial(self._kept, place))
         elif kind == events_pb2.CacheEvent.KIND_REMOVED:
             self._note(_keys_of(event), reading, self._removed)

@@ -178,12 +178,12 @@ class TierRecord:
         """Whether any tier is said to hold it."""
         return any(key in keys for keys in self._told.values())
 
-    def known(self) -> set[tuple[Residence, Key]]:
-        """All that is said."""
-        return set(self.in_order())
+    def known(self) -> dict[Residence, set[Key]]:
+        """All that is said, by place."""
+        return {place: set(keys) for place, keys in self._told.items()}
 
     def in_order(self) -> Iterator[tuple[Residence, Key]]:
-        """The same, of each tier the oldest first."""
+        """The same one by one, of each tier the oldest first."""
         return ((place, key) for place, keys in self._told.items() for key in keys)
 
     def announced(self, key: Key) -> None:
