@@ -147,7 +147,6 @@ class ControlServer:
             tenants.user_operates,
         )
         self._memory = MemoryReturn()
-        self._operates = tenants.user_operates
         self._door: Door | None = None
         self._health = HealthServicer(SERVICES)
         self._server: grpc.aio.Server | None = None
@@ -208,7 +207,9 @@ class ControlServer:
             raise
         file = SocketFile.of(place.socket)
         self._files.append(file)
-        self._door = Door(str(bound), self._operates, file, self._interceptor.has_shut_out)
+        self._door = Door(
+            str(bound), self.tenants.user_operates, file, self._interceptor.has_shut_out
+        )
         self._interceptor.on_wait = self._door.hurry
 
     async def drain(self, deadline_s: float) -> int:

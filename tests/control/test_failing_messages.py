@@ -31,7 +31,7 @@ class FailingVerbs:
 
 async def handle(error: Exception) -> Outbox:
     common = SimpleNamespace(
-        verbs=FailingVerbs(error), refused=lambda _reason: None, time_message=lambda *_: None
+        verbs=FailingVerbs(error), count_refusal=lambda _: None, time_message=lambda *_: None
     )
     outbox = Outbox()
     none: Any = None

@@ -147,7 +147,6 @@ class DaemonSession:
         self.fingerprint = opened.namespace_fingerprint
         self.lease_ttl_s = opened.lease_ttl_ms / 1000
         self.store_threshold = max(1, opened.store_threshold)
-        self.isolated = opened.isolated
         self.epoch = opened.epoch.epoch
         self.ranks_ready = False
         self._hash_bytes = hash_bytes

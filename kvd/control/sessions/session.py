@@ -208,7 +208,7 @@ class SchedulerSession:
             await asyncio.sleep(0)  # it leaves before we look for the next message
 
     def _refuse_lookup(self, call_id: int, error: KvdError) -> None:
-        self._common.refused(error.reason)
+        self._common.count_refusal(error.reason)
         reply = pb.LookupReply(call_id=call_id, reason=error.reason, message=str(error))
         self.outbox.put(pb.SessionResponse(lookup=reply))
 
@@ -221,7 +221,7 @@ class SchedulerSession:
             self.outbox.put(pb.SessionResponse(epoch=epoch))
 
     def _refuse(self, sequence: int, error: KvdError) -> None:
-        self._common.refused(error.reason)
+        self._common.count_refusal(error.reason)
         refused = pb.StepRefused(sequence=sequence, reason=error.reason, message=str(error))
         self.outbox.put(pb.SessionResponse(refused=refused))
 
@@ -259,6 +259,7 @@ class SessionContext:
         self.ends = EndsInTurn(driver.turns)
         self.departures = EngineExitWatcher(driver)
         self.draining = False
+        # Of what is answered inside a stream: a refusal's reason, and how long a message took.
         self.count_refusal: Callable[[str], None] = lambda _reason: None
         self.time_message: Callable[[str, float], None] = lambda _kind, _seconds: None
 
@@ -285,10 +286,6 @@ class SessionContext:
         for record in self.driver.sessions.values():
             if isinstance(record.sink, SchedulerSession):
                 record.sink.tell_recording(is_on=is_on)
-
-    def refused(self, reason: str) -> None:
-        """Count a refusal that is answered inside a stream."""
-        self.count_refusal(reason)
 
     async def serve(self, requests: AsyncIterator[Request], context: Context, peer: Peer) -> None:
         """The whole life of one stream. Its end, however it comes, frees the session."""
