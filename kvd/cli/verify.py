@@ -16,7 +16,6 @@ from kvd.cli.printing import show_json, show_lines, size
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
-EXIT_BROKEN = EXIT_FOUND
 HELLO_TIMEOUT_S = 5.0
 KEPT_FINDINGS = 1024  # more are only counted
 
@@ -62,7 +61,7 @@ def command(**flags: Any) -> int:
         show_json(as_json(report))
     else:
         show_lines(as_text(report))
-    return EXIT_BROKEN if report.findings else 0
+    return EXIT_FOUND if report.findings else 0
 
 
 def ask(path: str, timeout_s: float, *, with_bytes: bool = True) -> Report:

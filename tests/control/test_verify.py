@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli.verify import EXIT_BROKEN, KEPT_FINDINGS, Report, as_text, ask, whole_report
+from kvd.cli.exits import EXIT_FOUND
+from kvd.cli.verify import KEPT_FINDINGS, Report, as_text, ask, whole_report
 from kvd.core.upkeep.verify import Finding
 from kvd.runtime.driver import TICK_SECONDS
 from kvd.runtime.verify import MAX_FINDINGS, Look
@@ -249,7 +250,7 @@ def test_the_command_tells_a_whole_daemon_from_a_broken_one(victim: Victim) -> N
     key_of_a_record(victim)
     said = command(victim, "--json")
     key_of_a_record(victim)
-    assert said.returncode == EXIT_BROKEN
+    assert said.returncode == EXIT_FOUND
     report = json.loads(said.stdout)
     assert report["whole"] is False
     assert report["findings"][0]["invariant"] == "records"
