@@ -35,14 +35,11 @@ class Namespaces:
 
     def may_see(self, peer: Peer, namespace: NamespaceId) -> bool:
         """True for namespaces of the caller's tenants, and for operators."""
-        tenant = self.fields(namespace).get("tenant")
-        return self.may_see_of(peer, None if tenant is None else TenantId(tenant))
+        return self._tenants.may_see(peer, self.fields(namespace).get("tenant"))
 
-    def may_see_of(self, peer: Peer, tenant: TenantId | None) -> bool:
-        """The same by the namespace's tenant; None where that is not known."""
-        if self._tenants.operates(peer):
-            return True
-        return tenant is not None and self._tenants.may_see(peer, tenant)
+    def may_see_of(self, peer: Peer, tenant: TenantId) -> bool:
+        """The same by the namespace's tenant."""
+        return self._tenants.may_see(peer, tenant)
 
     def growth_of_sight(self, peer: Peer) -> Callable[[], bool]:
         """What tells whether a reload lets the caller see more than when it was last asked."""

@@ -12,6 +12,7 @@ from kvd.cli.status import ask
 from kvd.config.settings import MAX_TENANTS
 from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.access.tenants import TenantPolicy
+from kvd.control.namespaces import Namespaces
 from kvd.control.services import status as control_status
 from kvd.core.keys import TenantId
 from kvd.core.upkeep.statistics import TenantFigures
@@ -107,10 +108,9 @@ async def test_others_have_their_turns_while_thousands_of_tenants_are_told(
     monkeypatch.setattr(control_status.StatusReport, "__init__", lambda _self: None)
     report: Any = control_status.StatusReport()  # type: ignore[call-arg]
     report._told = told
+    report._namespaces = Namespaces(None, TenantPolicy())  # type: ignore[arg-type]
     user = Peer(Credentials(0, 0, 1, None), Role.TOOL, "test", lambda *_: None)
-    telling = asyncio.ensure_future(
-        report._tenants(user, TenantPolicy(), figures, Pace(turns, user.uid))
-    )
+    telling = asyncio.ensure_future(report._tenants(user, figures, Pace(turns, user.uid)))
     others = 0
     while not telling.done():
         await asyncio.sleep(0)

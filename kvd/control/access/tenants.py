@@ -81,9 +81,9 @@ class TenantPolicy:
         """Whose shares of what all use are taken: without rules all users are one tenant."""
         return tenant if self.rules else f"uid {uid}"
 
-    def may_see(self, peer: Peer, tenant: TenantId) -> bool:
-        """True for the caller's own tenants, and for operators."""
-        return self.operates(peer) or self.belongs(peer, tenant)
+    def may_see(self, peer: Peer, tenant: str | None) -> bool:
+        """True for the caller's own tenants, and for operators; None where it is not known."""
+        return self.operates(peer) or (tenant is not None and self.belongs(peer, tenant))
 
     def sight(self, peer: Peer) -> frozenset[TenantId] | None:
         """All tenants that the caller may see; None for every one."""

@@ -54,7 +54,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         peer = self._peers.behind(context)
-        return await self._report.status(peer, self._tenants, self.place, request)
+        return await self._report.status(peer, self.place, request)
 
     async def ListNamespaces(
         self,

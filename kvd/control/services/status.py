@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import kvd
 from kvd.control.access.peers import Peer
-from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespaces import Namespaces
 from kvd.control.registration.rendezvous import Rendezvous
 from kvd.control.services.figures import RecentFigures
@@ -109,11 +108,12 @@ class StatusReport:
         ]
 
     async def status(
-        self, peer: Peer, tenants: TenantPolicy, place: PoolPlace, request: pb.StatusRequest
+        self, peer: Peer, place: PoolPlace, request: pb.StatusRequest
     ) -> pb.StatusResponse:
         """All that the caller may see, a page of it. Operators see everything."""
         now = self._recent.get()
         pace = Pace(self._driver.turns, peer.uid)
+        operates = self._namespaces.operates(peer)
         sessions = [
             s
             for s in now.sessions
@@ -129,16 +129,14 @@ class StatusReport:
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
             event_sequence=self._driver.event_log.sequence,
-            tiers=self._tiers(now) if tenants.user_operates(peer.uid) else [],
+            tiers=self._tiers(now) if operates else [],
             blocks_evicted=now.counters.evicted,
             blocks_stored=now.counters.stored,
             blocks_loaded=now.counters.loaded,
             blocks_not_leased=now.counters.retries,
-            curve=_curve(now) if tenants.user_operates(peer.uid) else None,
+            curve=_curve(now) if operates else None,
         )
-        status.tenants.extend(
-            await self._tenants(peer, tenants, self._driver.machine.tenants(), pace)
-        )
+        status.tenants.extend(await self._tenants(peer, self._driver.machine.tenants(), pace))
         sessions.sort(key=lambda s: s.session)
         page_of_sessions, status.more_sessions = await _page(
             sessions, self._session, pace, SESSION_UNITS
@@ -151,12 +149,12 @@ class StatusReport:
         return status
 
     async def _tenants(
-        self, peer: Peer, tenants: TenantPolicy, figures: Iterable[TenantFigures], pace: Pace
+        self, peer: Peer, figures: Iterable[TenantFigures], pace: Pace
     ) -> list[pb.TenantStatus]:
         told = []
         for each in figures:
             await pace.spend(TENANT_UNITS)
-            if tenants.may_see(peer, each.tenant):
+            if self._namespaces.may_see_of(peer, each.tenant):
                 told.append(self._tenant(each))
         return told
 
