@@ -117,6 +117,7 @@ def test_unary_verbs_and_steps_share_their_numbers_and_their_meaning(engine: Raw
         session_id=scheduler.id, sequence=scheduler.sequence, job=load_job(1007, [7], [9])
     )
     assert scheduler.call(scheduler.engine.PrepareLoad, load).verdict.accepted
+    scheduler.highest_job = 1007
     engine.worker.ready(1007)
     assert engine.ended(1007).status == common_pb2.JOB_STATUS_DONE
     for method, request_type, parts in (

@@ -54,15 +54,11 @@ def _is_small(step: StepDraft) -> bool:
     contexts = step.contexts()
     if len(contexts) > MAX_PARTS_PER_STEP or _longest(step) > MAX_IDS:
         return False
-    if len(contexts) > FEW_PARTS and sum(map(_size, contexts)) > MAX_CONTEXT_BYTES:
+    if len(contexts) > FEW_PARTS and sum(each.ByteSize() for each in contexts) > MAX_CONTEXT_BYTES:
         return False
     if any(each.prompt for each in step.lookups.told) and step.has_orders:
         return False
     return step.count_keys() <= MAX_KEYS_PER_MESSAGE
-
-
-def _size(context: common_pb2.ReqContext) -> int:
-    return context.ByteSize()
 
 
 class _Dealer:

@@ -29,11 +29,10 @@ DESCRIPTORS_OF_A_PAGE = 2  # its own, and its mapping's
 log = logging.getLogger(__name__)
 
 
-def raise_limit() -> int:
-    """Take as many descriptors as the system lets this process have; the new limit."""
+def raise_limit() -> None:
+    """Take as many descriptors as the system lets this process have."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def require_enough() -> None:

@@ -104,7 +104,7 @@ CLIENT = (
     _client(
         "memory that is given back while its mover lives",
         "worker.registrar",
-        "        return _have_ended(self.lost, deadline)\n",
+        "        return _end_all(self.lost, deadline)\n",
         "        return True\n",
     ),
     _client(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvd_client.draft import BlockRun, JobDraft
+from kvd_client.draft import BlockRun
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.jobs import JobTable, Load, RequestJob
@@ -98,10 +98,6 @@ class JobEnds:
                 if job is not None:
                     self._due[ended.job_id] = job
                     self._end_due()
-
-    def take_back(self, drafts: Iterable[JobDraft]) -> None:
-        """These jobs will never run: nobody was told of them."""
-        self.fail([draft.job_id for draft in drafts])
 
     def fail(self, job_ids: Sequence[int]) -> None:
         """These will never run: no worker was told of them."""

@@ -319,7 +319,7 @@ class Scheduler:
         return self._stores.submit(offers, session, step, room)
 
     def _take_back(self, step: StepDraft) -> None:
-        self._ends.take_back([*step.loads, *step.stores])
+        self._ends.fail(step.job_ids())
         step.loads, step.stores = [], []
 
     def _advance(self, entry: ScheduledRequest) -> list[BlockOffer]:

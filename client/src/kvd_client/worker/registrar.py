@@ -130,11 +130,8 @@ class Registrar:
         if error is not None:
             log.warning("kvd: jobs could not be marked ready: %s", error)
 
-    def end_mover(self, timeout_s: float) -> bool:
-        """End this registration and its mover; the thread then registers again.
-
-        True: no copy of it can touch the rank's memory any more.
-        """
+    def end_mover(self, timeout_s: float) -> None:
+        """End this registration and its mover, as `stop` does; the thread then registers again."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             ending = list(self.lost)
@@ -143,7 +140,7 @@ class Registrar:
                 ending.append(current)
                 self._unregister(stub, current, timeout_s)
                 current.is_unwanted = True
-        return _have_ended(ending, deadline)
+        _end_all(ending, deadline)
 
     def stop(self, timeout_s: float) -> bool:
         """Unregister and end the thread. True: no copy can touch the rank's memory any more.
@@ -168,7 +165,7 @@ class Registrar:
         if self._wake_fd >= 0:
             wake_fd, self._wake_fd = self._wake_fd, -1  # a signal's handler may raise in between
             os.close(wake_fd)
-        return _have_ended(self.lost, deadline)
+        return _end_all(self.lost, deadline)
 
     def _unregister(
         self,
@@ -296,7 +293,7 @@ class Registrar:
             self.problem = problem
 
 
-def _have_ended(registrations: Sequence[Registration], deadline: float) -> bool:
-    """Whether their movers have; those that hang past the deadline are ended by force."""
+def _end_all(registrations: Sequence[Registration], deadline: float) -> bool:
+    """End their movers, by force those that hang past the deadline; whether all have ended."""
     ended = [each.end(max(0.0, deadline - time.monotonic())) for each in registrations]
     return all(ended)
