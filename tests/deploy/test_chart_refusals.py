@@ -76,6 +76,25 @@ def test_a_number_of_a_user_is_one_that_kubernetes_takes(chart: helm.Chart, fiel
         chart.validate_schema({field: 2**31})
 
 
+@pytest.mark.parametrize(
+    ("mode", "place"),
+    [
+        ("daemonset", "podSecurityContext"),
+        ("daemonset", "containerSecurityContext"),
+        ("sidecar", "containerSecurityContext"),
+    ],
+)
+@pytest.mark.parametrize(("key", "value"), [("runAsUser", "user"), ("runAsGroup", "group")])
+def test_a_daemon_that_would_not_own_its_directories_is_refused(
+    chart: helm.Chart, mode: str, place: str, key: str, value: str
+) -> None:
+    said = rf"{place}\.{key} is \S+, but .* belong to {value} 7, .*: leave it out, and set {value}"
+    for other in (8, 0, "7"):
+        with pytest.raises(helm.HelmError, match=said):
+            chart.render({"mode": mode, value: 7, place: {key: other}}, name="demo")
+    documents(chart, {"mode": mode, value: 7, place: {key: 7}})
+
+
 @pytest.mark.parametrize(("name", "key"), [("417", "2026"), ("true", "no"), ("7e3", "a.b-C_d")])
 def test_a_secret_may_be_named_like_a_number(chart: helm.Chart, name: str, key: str) -> None:
     tier = DISK | {"secretFiles": {"password_file": {"name": name, "key": key}}}

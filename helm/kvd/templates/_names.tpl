@@ -142,6 +142,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- fail "metrics.port is 8000, at which the engine in the sidecar's pod serves: set it to another, such as 9470" -}}
 {{- end -}}
 {{- include "kvd.refuseUnheeded" . -}}
+{{- include "kvd.refuseUsers" . -}}
 {{- include "kvd.refuseLabels" . -}}
 {{- include "kvd.refuseTiers" . -}}
 {{- include "kvd.refuseVolumes" . -}}
@@ -164,6 +165,20 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- range $unheeded -}}
 {{- if ne (toJson (index . 1)) (toJson (index . 2)) -}}
 {{- fail (printf "%s is for mode daemonset, and would be ignored in a sidecar: %s; leave it out" (index . 0) (index . 3)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The directories are given to user and group: the daemon refuses those of others. */ -}}
+{{- define "kvd.refuseUsers" -}}
+{{- $ours := dict "runAsUser" (list "user" .Values.user) "runAsGroup" (list "group" .Values.group) -}}
+{{- range $place := list "podSecurityContext" "containerSecurityContext" -}}
+{{- range $key, $given := pick (default dict (get $.Values $place)) "runAsUser" "runAsGroup" -}}
+{{- $name := first (get $ours $key) -}}
+{{- $value := last (get $ours $key) -}}
+{{- if ne (toJson $given) (toJson $value) -}}
+{{- fail (printf "%s.%s is %v, but the directories belong to %s %d, whom the daemon must run as: leave it out, and set %s" $place $key $given $name (int64 $value) $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
