@@ -13,17 +13,27 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.options import WHERE, KvdOptions
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.stats import build_metric_definitions
+from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK
 
 SPEC_NAME = "KvdOffloadingSpec"
 
 
 class KvdOffloadingSpec(OffloadingSpec):
-    """What vLLM offloads into: the daemon. The connector has the worker side."""
+    """What vLLM offloads into: the daemon. The connector has the worker side.
+
+    Raises ValueError, naming the option, for one that is unknown or out of range.
+    """
 
     def __init__(self, config: OffloadingConfig) -> None:
+        joined = config.cache.blocks_per_chunk
+        if joined > MAX_BLOCKS_PER_BLOCK:
+            raise ValueError(
+                f"{WHERE}: blocks_per_chunk is {joined}, or block_size is as many engine blocks;"
+                f" kvd allows {MAX_BLOCKS_PER_BLOCK}: lower it"
+            )
         super().__init__(config)
         self.replicated_layout = config.replicated_layout
         self.options = KvdOptions.from_extra_config(config.extra_config)

@@ -22,7 +22,7 @@ from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.weights import name_weights, short_model_name
 from kvd_proto import layout
 from kvd_proto.groups import GroupKind
-from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_RANKS
+from kvd_proto.limits import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -342,11 +342,6 @@ def _describe_groups(
     kv_cache_config: Any, offloading_config: Any, handshakes: Sequence[RankHandshake]
 ) -> Iterator[Group]:
     blocks_per_block = offloading_config.cache.blocks_per_chunk
-    if blocks_per_block > MAX_BLOCKS_PER_BLOCK:
-        raise ValueError(
-            f"blocks_per_chunk is {blocks_per_block}, kvd allows {MAX_BLOCKS_PER_BLOCK};"
-            " set blocks_per_chunk in kv_connector_extra_config"
-        )
     shard_bytes = _shard_bytes(handshakes) or shard_bytes_of(kv_cache_config, offloading_config)
     for group, sizes in zip(offloading_config.groups, shard_bytes, strict=True):
         vllm_group = kv_cache_config.kv_cache_groups[group.group_id]
