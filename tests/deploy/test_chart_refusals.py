@@ -95,6 +95,17 @@ def test_a_daemon_that_would_not_own_its_directories_is_refused(
     documents(chart, {"mode": mode, value: 7, place: {key: 7}})
 
 
+@pytest.mark.parametrize("mode", ["daemonset", "sidecar"])
+def test_sockets_of_a_group_that_the_daemon_is_not_in_are_refused(
+    chart: helm.Chart, mode: str
+) -> None:
+    said = r"config\.socket_group is \S+, but .* of group 7, .*: leave it out, and set group"
+    for other in ("8", "inference"):
+        with pytest.raises(helm.HelmError, match=said):
+            chart.render({"mode": mode, "group": 7, "config": {"socket_group": other}}, name="demo")
+    documents(chart, {"mode": mode, "group": 7, "config": {"socket_group": "7"}})
+
+
 @pytest.mark.parametrize(("name", "key"), [("417", "2026"), ("true", "no"), ("7e3", "a.b-C_d")])
 def test_a_secret_may_be_named_like_a_number(chart: helm.Chart, name: str, key: str) -> None:
     tier = DISK | {"secretFiles": {"password_file": {"name": name, "key": key}}}

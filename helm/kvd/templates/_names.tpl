@@ -170,7 +170,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
-{{- /* The directories are given to user and group: the daemon refuses those of others. */ -}}
+{{- /* The directories are given to user and group: the daemon refuses those of others, or shuts out who has the sockets. */ -}}
 {{- define "kvd.refuseUsers" -}}
 {{- $ours := dict "runAsUser" (list "user" .Values.user) "runAsGroup" (list "group" .Values.group) -}}
 {{- range $place := list "podSecurityContext" "containerSecurityContext" -}}
@@ -180,6 +180,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if ne (toJson $given) (toJson $value) -}}
 {{- fail (printf "%s.%s is %v, but the directories belong to %s %d, whom the daemon must run as: leave it out, and set %s" $place $key $given $name (int64 $value) $name) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.config.socket_group -}}
+{{- if ne (toString .) (toString (int64 $.Values.group)) -}}
+{{- fail (printf "config.socket_group is %s, but the daemon and its sockets' directory are of group %d, which engines' pods join: leave it out, and set group" . (int64 $.Values.group)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
