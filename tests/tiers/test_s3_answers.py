@@ -136,6 +136,32 @@ class Unlisting(Alike):
         self.end_headers()
 
 
+class Keeping(Alike):
+    """Keeps names alone and lists them; removes them only while the server's status is 200."""
+
+    def _answer(self) -> None:
+        assert isinstance(self.server, Answering)
+        assert self.server.statuses is not None
+        self._take_all()
+        names, said, status = self.server.statuses, "", 200
+        if self.command == "PUT":
+            names[self.path.removeprefix("/blocks/")] = 200
+        elif self.command == "POST" and self.server.status == 200:
+            names.clear()
+            said = "<DeleteResult><Deleted><Key>all</Key></Deleted></DeleteResult>"
+        elif self.command == "POST":
+            status = self.server.status
+        else:
+            some = "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>1</ETag><Size>3</Size>"
+            listed = "".join(f"<Contents><Key>{name}</Key>{some}</Contents>" for name in names)
+            said = f"<ListBucketResult>{listed}</ListBucketResult>"
+        self.send_response(status)
+        self.send_header("ETag", "1")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said.encode())
+
+
 class Wordy(Alike):
     """Refuses to take or give an object, and says why; there are none."""
 
@@ -566,6 +592,24 @@ def test_nothing_is_cleared_where_what_answers_to_a_list_is_none(
     store = S3Store(options_of(answering.server_port, tmp_path))
     with pytest.raises(TierError, match=said):
         store.delete_scopes([of], soon())
+    store.close()
+
+
+def test_no_more_stays_in_a_bucket_with_each_clear_that_it_takes_no_removal_for(
+    answering: Answering, tmp_path: Path
+) -> None:
+    """Nobody would remove them, and each try again, one a second, would list them all."""
+    answering.RequestHandlerClass, answering.statuses, answering.status = Keeping, {}, 403
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    store.delete_scopes([ONE], soon())  # there is nothing
+    for _ in range(3):
+        with pytest.raises(TierError) as raised:
+            store.delete_scopes([ONE], soon())
+        assert raised.value.reason is TierReason.REFUSED
+    assert len(answering.statuses) == 1
+    answering.status = 200
+    store.delete_scopes([ONE], soon())
+    assert not answering.statuses
     store.close()
 
 

@@ -107,6 +107,7 @@ class Bucket:
         # Namespaces, and until when a write may happen; at first the prefix, which is above all:
         # what the process before this one had no answer to, nobody knows any more.
         self._unanswered = {options.prefix: time.monotonic() + UNANSWERED_S}
+        self._left: set[str] = set()  # witnesses that no clear has use for, and that may stand
         self.problem = ""  # that it did not answer last, or refused us, and why
         self._secrets = self._read_files()
         self._objects = self._open()
@@ -257,11 +258,33 @@ class Bucket:
 
         A list that does not have it is none, or not all of it: a page for people that stands before
         a bucket is an empty list to the client, and so is an error that is answered with 200.
+
+        Those that could not be removed before go first: there would be more with each try.
         """
+        self._remove_left()
         name = f"{below}/{_WITNESS}{secrets.token_hex(8)}"  # clears at once have one each
-        with _answered(self):
-            obstore.put(self._objects, name, b"kvd", use_multipart=False)
+        try:
+            with _answered(self):
+                obstore.put(self._objects, name, b"kvd", use_multipart=False)
+        except TierError:  # it may be there, or come
+            with self._lock:
+                self._left.add(name)
+            raise
         return name
+
+    def dismiss(self, witness: str) -> None:
+        """Remove it, now or before the next one."""
+        with self._lock:
+            self._left.add(witness)
+        with contextlib.suppress(TierError):  # one that stays does no harm
+            self._remove_left()
+
+    def _remove_left(self) -> None:
+        with self._lock:
+            left = list(self._left)
+        self.remove(left)
+        with self._lock:
+            self._left.difference_update(left)
 
     def require_no_late_writes(self, below: str) -> None:
         """TierTimeout while a write that had no answer may put an object below this name: it would

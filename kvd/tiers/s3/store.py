@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -165,8 +164,7 @@ class S3Store:
                 if not has_witness:
                     raise TierError(_NO_LIST, TierReason.IO_ERROR)
         finally:
-            with contextlib.suppress(TierError):  # one that stays does no harm
-                self._bucket.remove([witness])
+            self._bucket.dismiss(witness)
 
     def _require_no_late_writes(self, below: str) -> None:
         try:
