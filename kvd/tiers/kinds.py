@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 
 from kvd.linux.limits import have_at_most
@@ -14,6 +15,7 @@ from kvd.tiers.store import LibraryMissing, OpenStore, TierOptions, TierStore
 from kvd.tiers.valkey.options import ValkeyOptions
 
 S3_MEMORY_BYTES = 3 << 30  # two of them the most threads' stacks may take
+STACK_BYTES = 8 << 20  # of a thread there: LimitSTACK (ulimit -s) may be any number
 OPEN_DISK = "kvd.tiers.kinds:open_disk"
 
 
@@ -38,6 +40,7 @@ def open_s3(options: TierOptions) -> TierStore:
     Its client takes in the whole body of an answer, however long: so this process is bounded.
     """
     have_at_most(S3_MEMORY_BYTES)
+    threading.stack_size(STACK_BYTES)
     return _opened("s3", "kvd.tiers.s3.store", "S3Store", options)
 
 

@@ -23,6 +23,12 @@ from kvd.tiers import kinds
 kinds.S3_MEMORY_BYTES = 128 << 20
 kinds.open_s3(json.loads(sys.argv[1])).close()
 """
+OPENED_WITH_LARGE_STACKS = """
+import json, sys
+from kvd.tiers import kinds
+kinds.open_s3(json.loads(sys.argv[1]) | {"threads": 256}).close()
+"""
+LARGE_STACK_KIB = 64 << 10
 
 
 class Long(Alike):
@@ -52,3 +58,11 @@ def test_an_answer_that_is_too_long_for_memory_ends_the_process_that_takes_it_in
             thread.join()
     assert ended.returncode == -signal.SIGABRT, ended.stderr.decode()
     assert b"memory allocation of" in ended.stderr
+
+
+def test_threads_find_memory_whatever_the_limit_of_a_stack_is(tmp_path: Path) -> None:
+    given = json.dumps(options_of(1, tmp_path))  # where nobody is: it is met later
+    inner = [sys.executable, "-c", OPENED_WITH_LARGE_STACKS, given]
+    command = ["sh", "-c", f'ulimit -S -s {LARGE_STACK_KIB} && exec "$@"', "sh", *inner]
+    ended = subprocess.run(command, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr.decode()
