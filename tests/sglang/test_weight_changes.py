@@ -11,7 +11,7 @@ from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.weight_checker import WeightChecker
 
-from kvd_client.integrations.sglang import namespace
+from kvd_client.integrations.sglang import namespace, weights
 from kvd_client.integrations.sglang.weights import WeightsWatch
 from tests.sglang.conftest import StartRank
 from tests.sglang.prompts import PAGES, prompt
@@ -194,6 +194,25 @@ def test_weights_that_have_a_new_name_are_shared_under_it(start_rank: StartRank)
     rank.controller.reset()
     rank.attach_anew(**names[0])  # which may be right, and may be not
     assert found(rank, 5) == 0
+
+
+class SomeUpdater:
+    def update_weights_from_disk(self) -> None:
+        """Changes nothing."""
+
+
+def test_a_release_without_one_of_the_classes_is_watched_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "watch", WeightsWatch())
+    monkeypatch.setattr(weights, "UPDATER", (__name__, SomeUpdater.__name__))
+    monkeypatch.setattr(weights, "CONTROLLER", (__name__, "NoController"))
+    monkeypatch.setattr(weights, "CHECKER", ("sglang.nowhere", "NoChecker"))
+    missing = weights.watch_weights()
+    assert "_reset_tensors" in missing
+    assert "update_weights_from_disk" not in missing
+    SomeUpdater().update_weights_from_disk()
+    assert weights.watch.changes == 1
 
 
 def test_experts_that_are_read_once_more_are_no_change() -> None:

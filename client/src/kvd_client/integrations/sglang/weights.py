@@ -92,13 +92,16 @@ watch = WeightsWatch()
 
 
 def watch_weights() -> str:
-    """Watch this process's model. Returns why its changes can't be seen."""
-    try:
-        updater, controller, checker = (
-            getattr(importlib.import_module(module), name)
-            for module, name in (UPDATER, CONTROLLER, CHECKER)
-        )
-    except (ImportError, AttributeError) as error:
-        return str(error)
-    missing = watch.begin(updater, controller, checker)
+    """Watch this process's model. Returns which of its changes can't be seen."""
+    missing = watch.begin(*map(_class_of, (UPDATER, CONTROLLER, CHECKER)))
     return f"this release of SGLang has no {', '.join(missing)}" if missing else ""
+
+
+def _class_of(place: tuple[str, str]) -> type:
+    """Module and name. One without a method where this release has none: the others are watched."""
+    module, name = place
+    try:
+        found: type = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return type(name, (), {})
+    return found
