@@ -542,6 +542,19 @@ def test_only_a_host_that_all_programs_spell_alike_is_kept_to(
     assert not kept_to_endpoint(S3Options.of(options))
 
 
+def test_a_client_that_must_ask_others_for_its_keys_is_kept_from_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_proxies(monkeypatch)
+    options = options_of(1, tmp_path)
+    del options["access_key_file"], options["secret_key_file"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "some")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+    assert not kept_to_endpoint(S3Options.of(options))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "some")
+    assert kept_to_endpoint(S3Options.of(options))
+
+
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 is here")
 def test_an_address_of_version_6_is_reached(tmp_path: Path) -> None:
     class Six(Answering):
