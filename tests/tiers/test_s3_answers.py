@@ -116,52 +116,6 @@ class Page(Alike):
         self._answer()
 
 
-class Unlisting(Alike):
-    """Takes and removes what it is given; each list is an error that is answered with 200."""
-
-    def _answer(self) -> None:
-        self._take_all()
-        is_list = self.command == "GET"
-        said = b"<Error><Code>InternalError</Code><Message>Sorry.</Message></Error>"
-        said = said if is_list else b"<DeleteResult></DeleteResult>" * (self.command == "POST")
-        self.send_response(200)
-        self.send_header("ETag", "1")
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    def do_HEAD(self) -> None:
-        self.send_response(404)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-
-class Keeping(Alike):
-    """Keeps names alone and lists them; removes them only while the server's status is 200."""
-
-    def _answer(self) -> None:
-        assert isinstance(self.server, Answering)
-        assert self.server.statuses is not None
-        self._take_all()
-        names, said, status = self.server.statuses, "", 200
-        if self.command == "PUT":
-            names[self.path.removeprefix("/blocks/")] = 200
-        elif self.command == "POST" and self.server.status == 200:
-            names.clear()
-            said = "<DeleteResult><Deleted><Key>all</Key></Deleted></DeleteResult>"
-        elif self.command == "POST":
-            status = self.server.status
-        else:
-            some = "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>1</ETag><Size>3</Size>"
-            listed = "".join(f"<Contents><Key>{name}</Key>{some}</Contents>" for name in names)
-            said = f"<ListBucketResult>{listed}</ListBucketResult>"
-        self.send_response(status)
-        self.send_header("ETag", "1")
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said.encode())
-
-
 class Wordy(Alike):
     """Refuses to take or give an object, and says why; there are none."""
 
@@ -593,37 +547,6 @@ def test_a_bucket_that_refuses_some_is_not_told_of_each_time(
         answering.status = 200
         assert of.has(NAME)
     assert caplog.text.count("refuses us") == 1
-
-
-@pytest.mark.parametrize(("answers", "said"), [(Page, "ETag"), (Unlisting, "is no bucket")])
-@pytest.mark.parametrize("of", [ONE, ONE[:8], b""], ids=["a scope", "a namespace", "all"])
-def test_nothing_is_cleared_where_what_answers_to_a_list_is_none(
-    answering: Answering, tmp_path: Path, of: bytes, answers: type[Alike], said: str
-) -> None:
-    """To the client it lists nothing, and a clear would be over before it began."""
-    answering.RequestHandlerClass = answers
-    store = S3Store(options_of(answering.server_port, tmp_path))
-    with pytest.raises(TierError, match=said):
-        store.delete_scopes([of], soon())
-    store.close()
-
-
-def test_no_more_stays_in_a_bucket_with_each_clear_that_it_takes_no_removal_for(
-    answering: Answering, tmp_path: Path
-) -> None:
-    """Nobody would remove them, and each try again, one a second, would list them all."""
-    answering.RequestHandlerClass, answering.statuses, answering.status = Keeping, {}, 403
-    store = S3Store(options_of(answering.server_port, tmp_path))
-    store.delete_scopes([ONE], soon())  # there is nothing
-    for _ in range(3):
-        with pytest.raises(TierError) as raised:
-            store.delete_scopes([ONE], soon())
-        assert raised.value.reason is TierReason.REFUSED
-    assert len(answering.statuses) == 1
-    answering.status = 200
-    store.delete_scopes([ONE], soon())
-    assert not answering.statuses
-    store.close()
 
 
 def test_a_list_without_an_end_ends_at_the_deadline(answering: Answering, tmp_path: Path) -> None:
