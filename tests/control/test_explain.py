@@ -15,7 +15,7 @@ import pytest
 from kvd.cli import explain as cli
 from kvd.control.services.explain import explain
 from kvd.core.keys import NamespaceId, RequestId, TenantId
-from kvd.core.model.gone import Recalled
+from kvd.core.model.gone import Cause, Fate, Recalled, WhyGone
 from kvd.core.told import MissedBlock, ToldRequest
 from kvd.core.upkeep.misses import Explained
 from kvd_proto.limits import MAX_REQUESTS_TOLD
@@ -171,6 +171,34 @@ async def test_others_get_on_between_two_explained_requests() -> None:
     peer: Any = SimpleNamespace(uid=0)
     answer = await explain(driver, namespaces, peer, "")
     assert (len(answer.requests), turns.left) == (3, 3)
+
+
+@pytest.mark.parametrize("sees", [True, False])
+async def test_whose_blocks_took_the_place_is_told_to_who_may_see_them(sees: bool) -> None:
+    told = ToldRequest(
+        RequestId("r"), "", 1, 0, 0, MissedBlock(0, 0, np.zeros((1, 4), np.uint64), 0)
+    )
+    cause = Cause(WhyGone(Fate.ROW_TAKEN, by=NamespaceId(2)), 1.0, 2.0)
+    recalled = Recalled(told, TenantId("t"), NamespaceId(1), "", 0, hash_bytes=32, cause=cause)
+    driver: Any = SimpleNamespace(
+        turns=Turns(),
+        clock=SimpleNamespace(now_ns=lambda: 0),
+        began_ns=0,
+        machine=SimpleNamespace(
+            explain=lambda *_: [Explained(recalled, is_all_known=True)], elsewhere=lambda *_: ()
+        ),
+    )
+    namespaces: Any = SimpleNamespace(
+        families=lambda _: {},
+        family_of=lambda _: ("t", "m"),
+        may_see=lambda _peer, namespace: sees and namespace == 2,
+        fields=lambda _: {"tenant": "other"},
+    )
+    peer: Any = SimpleNamespace(uid=0)
+    (answer,) = (await explain(driver, namespaces, peer, "")).requests
+    assert answer.cause == operator_pb2.MISS_CAUSE_ROW_TAKEN
+    whose = (answer.by_namespace_id, answer.by_tenant)
+    assert whose == ((2, "other") if sees else (0, ""))
 
 
 def test_what_a_client_named_cannot_write_to_a_terminal_or_forge_a_line(

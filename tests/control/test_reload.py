@@ -370,6 +370,28 @@ def test_who_operates_no_more_records_no_more(running: Configured) -> None:
     engine.close()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="the daemon's own user operates, but for root")
+def test_who_loses_a_tenant_is_told_of_its_requests_and_namespaces_no_more(
+    running: Configured,
+) -> None:
+    mine, tool = f"gids = [{os.getgid()}]\n", Caller(running.socket)
+    running.reload(f"root_operates = false\n[tenants.acme]\n{mine}")
+    engine = RawScheduler(running.socket)
+    number = engine.opened.namespace_id
+    engine.step(requests=[engine_pb2.RequestLookup(request_id="secret")], end_step=True)
+    explain = operator_pb2.ExplainRequest(request_id="secret")
+    every = operator_pb2.ListNamespacesRequest()
+    (told,) = tool.call(tool.operator.Explain, explain).requests
+    assert (told.request_id, told.tenant) == ("secret", "acme")
+    assert tool.call(tool.operator.ListNamespaces, every).namespaces[0].namespace_id == number
+    running.reload(f"root_operates = false\n[tenants.new]\n{mine}[tenants.acme]\nuids = [4242]\n")
+    assert not tool.call(tool.operator.Explain, explain).requests
+    assert not tool.call(tool.operator.ListNamespaces, every).namespaces
+    assert [each.tenant for each in tool.status().tenants] == ["new"]
+    tool.close()
+    engine.close()
+
+
 def test_many_reloads_at_once_and_one_before_the_daemon_serves_do_no_harm() -> None:
     running = Configured("")
     try:
