@@ -121,8 +121,13 @@ def stores(**changes: Any) -> dict[str, Any]:
     return {"stores": [engine_pb2.StoreJob(**{**fields, **changes})]}
 
 
+ONE_KEY = common_pb2.KeyRun(hashes=bytes(32))
 STEPS: list[tuple[dict[str, Any], str]] = [
-    ({"touches": [engine_pb2.Touch(context=context())] * 1025}, "TOO_MANY_PARTS"),
+    ({"touches": [engine_pb2.Touch(context=context(), runs=[ONE_KEY])] * 1025}, "TOO_MANY_PARTS"),
+    (
+        {"hand_offs": [engine_pb2.HandOff(context=context(), runs=[ONE_KEY])] * 1025},
+        "TOO_MANY_PARTS",
+    ),
     ({"loads": [engine_pb2.LoadJob()] * 1025}, "TOO_MANY_PARTS"),
     ({"stores": [engine_pb2.StoreJob()] * 1025}, "TOO_MANY_PARTS"),
     ({"touches": [engine_pb2.Touch(context=context())]}, "TOO_MANY_PARTS"),
