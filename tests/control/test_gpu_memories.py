@@ -6,6 +6,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvd.control.access.peers import Credentials, Peer, Role
-from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
+from kvd.control.registration.gpu_capacity import MAX_GPUS, GpuCapacity, GpuTerms
 from kvd.control.registration.memories import MAX_HOST_BYTES
 from kvd.control.services.worker import require_kept
 from kvd.core.errors import InvalidArgument, UnknownRegistration
@@ -192,6 +193,16 @@ def test_a_measurement_that_can_be_no_context_is_not_kept(measured: int) -> None
     room = GpuCapacity(GpuTerms())
     room.measured(gpu_facts(measured))
     assert room.context_bytes(UUID) == 640 * MIB
+
+
+def test_figures_of_so_many_gpus_are_kept() -> None:
+    room = GpuCapacity(GpuTerms(context_bytes=512 * MIB))
+    for number in range(MAX_GPUS + 1):
+        room.measured(replace(gpu_facts(400 * MIB), uuid=str(number)))
+    assert room.context_bytes(str(MAX_GPUS - 1)) == 400 * MIB
+    assert room.context_bytes(str(MAX_GPUS)) == 512 * MIB
+    room.measured(replace(gpu_facts(300 * MIB), uuid="0"))
+    assert room.context_bytes("0") == 300 * MIB, "it goes on being measured"
 
 
 def test_what_an_earlier_mover_of_the_rank_gives_back_counts_as_free() -> None:

@@ -33,7 +33,8 @@ from kvd.runtime.recorder import (
     Recording,
     RequestRecord,
 )
-from kvd_proto.limits import MAX_REQUESTS_TOLD
+from kvd.runtime.told_lookups import MAX_COUNTED
+from kvd_proto.limits import MAX_PROMPT_BLOCKS, MAX_REQUESTS_TOLD, MAX_STRING_BYTES
 from kvd_proto.v1 import engine_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -107,6 +108,34 @@ def test_a_run_is_recorded_and_replayed(running: RunningDaemon, tmp_path: Path, 
     assert said.returncode == 0, said.stderr
     engine.close()
     other.close()
+
+
+def test_what_a_client_names_beyond_the_bounds_is_cut_or_passed_over(
+    running: RunningDaemon,
+) -> None:
+    engine = RawScheduler(running.socket, capabilities=["prompts"], identity=identity("beyond"))
+    tool = Caller(running.socket)
+    stream = iter(
+        tool.operator.Record(operator_pb2.RecordRequest(), metadata=tool.metadata, timeout=60)
+    )
+    next(stream)
+    engine.next("recording")
+    broken, long = told("broken", 1), told("long")
+    broken.prompt_hashes += b"x"
+    long.account, long.prompt_tokens = "a" * (MAX_STRING_BYTES + 1), 2**64 - 1
+    long.prompt_hashes = bytes(32 * (MAX_PROMPT_BLOCKS + 1))
+    many = [told(f"many-{number}", 1) for number in range(MAX_REQUESTS_TOLD)]
+    engine.step(requests=[broken, long, *many], end_step=True)
+    engine.step(requests=[told("last", 1, 2)], end_step=True)
+    found: list[operator_pb2.RecordedRequest] = []
+    while not found or len(found[-1].hashes) != len(hashes(1, 2)):
+        found += next(stream).requests
+    first = found[0]
+    assert (first.account, first.prompt_tokens) == ("a" * MAX_STRING_BYTES, MAX_COUNTED)
+    assert len(first.hashes) == 32 * MAX_PROMPT_BLOCKS
+    assert len(found) == MAX_REQUESTS_TOLD, "one was broken, two too many"
+    tool.close()
+    engine.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
