@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,17 @@ from typing import Any
 import pytest
 
 from kvd.control.access.peers import Credentials, Peer, Role
-from kvd.control.registration.rendezvous import Rendezvous
+from kvd.control.errors import MoverStartFailed
+from kvd.control.registration.rendezvous import Rendezvous, process_of
 from kvd.control.services.worker import WorkerServicer
+from kvd.core.engines.meeting import SchedulerSide
 from kvd.core.errors import UnknownRegistration
-from kvd.core.keys import MoverId
+from kvd.core.keys import MoverId, SessionId
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime.turns import FairQueue
 from kvd_proto.v1 import worker_pb2
 from tests.control.daemon_rig import BLOCK_BYTES, NUM_BLOCKS, group_layout, identity, memory
+from tests.control.live_session import SPEC
 
 
 def worker_with_memory() -> Peer:
@@ -29,6 +34,44 @@ def worker_with_memory() -> Peer:
     os.ftruncate(kv, NUM_BLOCKS * BLOCK_BYTES)
     peer.offer(7, kv, is_device=False)
     return peer
+
+
+def driver_that(start: Callable[..., Any], end_rank: Callable[..., Any]) -> Any:
+    """A driver that starts and ends movers so, and has no session."""
+    numbers = itertools.count(1)
+    return SimpleNamespace(
+        turns=FairQueue(),
+        fleet=SimpleNamespace(start=start),
+        pool=SimpleNamespace(extent_files=ExtentFiles(Path(), 0, 1 << 20), payload_checksums=False),
+        allocate_mover_id=lambda: MoverId(next(numbers)),
+        end_rank=end_rank,
+        has_ends_to_come=lambda _session: False,
+    )
+
+
+def servicer_of(driver: Any, engines: Rendezvous) -> WorkerServicer:
+    """One that takes the context of a call for its caller."""
+    common: Any = SimpleNamespace(driver=driver, engines=engines, draining=False)
+    peers: Any = SimpleNamespace(behind=lambda context, _role: context)
+    gpus: Any = None
+    return WorkerServicer(common, peers, gpus)
+
+
+def context_of(worker: Peer) -> Any:
+    return worker
+
+
+def rank(number: int, world_size: int) -> worker_pb2.RegisterRankRequest:
+    """The registration of one rank, with a shard of its own."""
+    return worker_pb2.RegisterRankRequest(
+        identity=identity("engine"),
+        rank=number,
+        world_size=world_size,
+        shard=number,
+        writer=True,
+        memories=[memory()],
+        groups=[group_layout(blocks_per_block=0)],  # as one that comes first may
+    )
 
 
 async def test_engine_whose_workers_end_while_its_movers_start_is_forgotten() -> None:
@@ -42,33 +85,14 @@ async def test_engine_whose_workers_end_while_its_movers_start_is_forgotten() ->
     async def end_rank(*_: object) -> None:
         return
 
-    numbers = itertools.count(1)
-    driver: Any = SimpleNamespace(
-        turns=FairQueue(),
-        fleet=SimpleNamespace(start=start),
-        pool=SimpleNamespace(extent_files=ExtentFiles(Path(), 0, 1 << 20), payload_checksums=False),
-        allocate_mover_id=lambda: MoverId(next(numbers)),
-        end_rank=end_rank,
-        has_ends_to_come=lambda _session: False,
-    )
+    driver = driver_that(start, end_rank)
     engines = Rendezvous(driver)
-    common: Any = SimpleNamespace(driver=driver, engines=engines, draining=False)
-    peers: Any = SimpleNamespace(behind=lambda context, _role: context)
-    gpus: Any = None
-    servicer = WorkerServicer(common, peers, gpus)
-    workers: list[Any] = [worker_with_memory() for _ in range(2)]
-    registering = []
-    for rank, worker in enumerate(workers):
-        request = worker_pb2.RegisterRankRequest(
-            identity=identity("engine"),
-            rank=rank,
-            world_size=2,
-            shard=rank,
-            writer=True,
-            memories=[memory()],
-            groups=[group_layout()],
-        )
-        registering.append(asyncio.create_task(servicer.RegisterRank(request, worker)))
+    servicer = servicer_of(driver, engines)
+    workers = [worker_with_memory() for _ in range(2)]
+    registering = [
+        asyncio.create_task(servicer.RegisterRank(rank(number, 2), context_of(worker)))
+        for number, worker in enumerate(workers)
+    ]
     for _ in range(20):
         await asyncio.sleep(0)
     for worker in workers:
@@ -78,3 +102,32 @@ async def test_engine_whose_workers_end_while_its_movers_start_is_forgotten() ->
         with pytest.raises(UnknownRegistration, match="ended meanwhile"):
             await task
     assert not engines._meeting.starts
+
+
+async def test_a_scheduler_that_comes_with_another_size_while_the_mover_starts_ends_it() -> None:
+    """The rank guessed one engine block a block; its mover would copy the wrong bytes."""
+    begun, may_start = asyncio.Event(), asyncio.Event()
+    ended: list[str] = []
+
+    async def start(*_: object) -> Any:
+        begun.set()
+        await may_start.wait()
+        return SimpleNamespace(mover=MoverId(1))
+
+    async def end_rank(_mover: MoverId, reason: str) -> None:
+        ended.append(reason)
+
+    driver = driver_that(start, end_rank)
+    engines = Rendezvous(driver)
+    servicer, worker = servicer_of(driver, engines), worker_with_memory()
+    registering = asyncio.create_task(servicer.RegisterRank(rank(0, 1), context_of(worker)))
+    await begun.wait()
+    (group,) = SPEC.groups
+    spec = replace(SPEC, groups=(replace(group, blocks_per_block=2),))
+    scheduler: Any = SchedulerSide(SessionId(1), process_of(worker), spec, 1)
+    engines._meeting.starts[(worker.uid, "engine")].session = scheduler
+    may_start.set()
+    with pytest.raises(MoverStartFailed, match="another block size; register again"):
+        await registering
+    assert ended == ["its registration failed"]
+    worker.end()
