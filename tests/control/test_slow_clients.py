@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import pytest
 
-from kvd.control.sessions.outbox import MAX_UNSENT_BYTES, MAX_UNSENT_MESSAGES, Outbox
+from kvd.control.sessions.outbox import (
+    JOBS_PER_MESSAGE,
+    MAX_UNSENT_BYTES,
+    MAX_UNSENT_MESSAGES,
+    Outbox,
+)
 from kvd_proto.v1 import engine_pb2, engine_pb2_grpc
 from tests.control.daemon_rig import (
     Caller,
@@ -47,6 +54,21 @@ async def test_a_client_that_reads_no_large_answers_is_taken_for_dead_by_their_b
     writing.cancel()
     outbox.put_reply(reply)
     assert outbox.overflowed.is_set()
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["at once", "a moment late"])
+async def test_ends_of_jobs_go_together_but_not_more_than_so_many(quiet: bool) -> None:
+    outbox, sent = Outbox(quiet=quiet), asyncio.Queue[engine_pb2.SessionResponse]()
+    for number in range(2 * JOBS_PER_MESSAGE + 1):
+        outbox.put_ended(engine_pb2.JobEnded(job_id=number))
+    context: Any = SimpleNamespace(write=sent.put)
+    writing = asyncio.ensure_future(outbox.write_all(context))
+    jobs: list[list[int]] = []
+    while sum(map(len, jobs)) <= 2 * JOBS_PER_MESSAGE:
+        jobs.append([job.job_id for job in (await sent.get()).jobs_ended.jobs])
+    writing.cancel()
+    assert [len(some) for some in jobs] == [JOBS_PER_MESSAGE, JOBS_PER_MESSAGE, 1]
+    assert [*itertools.chain(*jobs)] == list(range(2 * JOBS_PER_MESSAGE + 1))
 
 
 def test_a_session_whose_client_reads_no_answers_is_ended() -> None:
