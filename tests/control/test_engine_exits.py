@@ -15,7 +15,7 @@ import pytest
 
 from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.registration import engine_exits
-from kvd.control.registration.engine_exits import EngineExitWatcher
+from kvd.control.registration.engine_exits import WATCH_SECONDS, EngineExitWatcher, _Watched
 from kvd.core import events as ev
 from kvd.core.keys import SessionId
 from kvd_client.companion import CompanionRefused
@@ -102,9 +102,17 @@ async def test_so_many_ended_engines_are_watched_and_each_gives_its_place_back(
     watcher.watch(SessionId(3), peers[-1])
     third.communicate()
     assert await told.get() == ev.SessionClosed(SessionId(3), gone=True)
+    assert not watcher._watched
     for peer in peers:
         peer.end()
     assert descriptors() <= before
+
+
+def test_a_process_that_opens_sessions_without_end_is_watched_for_the_last_ones() -> None:
+    watched = _Watched(-1)
+    for number in range(100):
+        watched.add(SessionId(number), number * WATCH_SECONDS / 2)
+    assert list(watched.sessions) == [98, 99]
 
 
 def test_what_can_not_be_answered_for_want_of_descriptors_is_refused(tmp_path: Path) -> None:

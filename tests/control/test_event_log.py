@@ -78,6 +78,13 @@ async def test_watcher_of_another_incarnation_starts_over() -> None:
     assert delivery.snapshot
 
 
+async def test_watcher_that_names_a_change_yet_to_come_starts_over() -> None:
+    log = EventLog(INCARNATION, lambda _: iter([(change(1),)]), FairQueue())
+    log.append(change(1))
+    (delivery,) = await take(log.watch((INCARNATION, 2), ALL), 1)
+    assert (delivery.snapshot, first_words([delivery])) == (True, [1])
+
+
 async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -56,6 +56,16 @@ async def test_a_client_that_reads_no_large_answers_is_taken_for_dead_by_their_b
     assert outbox.overflowed.is_set()
 
 
+def test_ends_of_jobs_that_go_together_count_by_their_bytes_too() -> None:
+    outbox = Outbox()
+    for number in range(5):
+        reason = "x" * (MAX_UNSENT_BYTES // 4)
+        outbox.put_ended(engine_pb2.JobEnded(job_id=number, reason=reason))
+    assert not outbox.overflowed.is_set(), "the last message may pass the bound"
+    outbox.put_reply(engine_pb2.StepReply(sequence=1))
+    assert outbox.overflowed.is_set()
+
+
 @pytest.mark.parametrize("quiet", [False, True], ids=["at once", "a moment late"])
 async def test_ends_of_jobs_go_together_but_not_more_than_so_many(quiet: bool) -> None:
     outbox, sent = Outbox(quiet=quiet), asyncio.Queue[engine_pb2.SessionResponse]()
