@@ -200,7 +200,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             agreed = rank_layout(request, start)
             if agreed.groups != before.groups:
                 raise MoverStartFailed("the scheduler came with another block size; register again")
-            self._engines.check_place(start, peer, agreed)
             if peer.ended:
                 raise UnknownRegistration("the worker ended meanwhile")
             channel = companion_pb2.RankChannel(registration_id=mover.mover)
