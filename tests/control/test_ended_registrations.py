@@ -17,9 +17,10 @@ from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.errors import MoverStartFailed
 from kvd.control.registration.rendezvous import Rendezvous, process_of
 from kvd.control.services.worker import WorkerServicer
-from kvd.core.engines.meeting import SchedulerSide
+from kvd.core.engines.meeting import RegistrationState, SchedulerSide
 from kvd.core.errors import UnknownRegistration
 from kvd.core.keys import MoverId, SessionId
+from kvd.mover.facts import MoverFacts
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime.turns import FairQueue
 from kvd_proto.v1 import worker_pb2
@@ -50,15 +51,15 @@ def driver_that(start: Callable[..., Any], end_rank: Callable[..., Any]) -> Any:
 
 
 def servicer_of(driver: Any, engines: Rendezvous) -> WorkerServicer:
-    """One that takes the context of a call for its caller."""
+    """One whose calls say who made them."""
     common: Any = SimpleNamespace(driver=driver, engines=engines, draining=False)
-    peers: Any = SimpleNamespace(behind=lambda context, _role: context)
+    peers: Any = SimpleNamespace(behind=lambda context, _role: context.peer)
     gpus: Any = None
     return WorkerServicer(common, peers, gpus)
 
 
-def context_of(worker: Peer) -> Any:
-    return worker
+def context_of(worker: Peer, *, is_given_up: bool = False) -> Any:
+    return SimpleNamespace(peer=worker, cancelled=lambda: is_given_up)
 
 
 def rank(number: int, world_size: int) -> worker_pb2.RegisterRankRequest:
@@ -131,3 +132,31 @@ async def test_a_scheduler_that_comes_with_another_size_while_the_mover_starts_e
         await registering
     assert ended == ["its registration failed"]
     worker.end()
+
+
+@pytest.mark.parametrize("how", ["it was sent", "the call was given up", "it could not be sent"])
+async def test_only_a_rank_whose_worker_was_sent_the_answer_counts_as_ready(how: str) -> None:
+    mover: Any = SimpleNamespace(
+        mover=MoverId(1), pid=1, ring_fd=0, board_fd=0, event_fd=0, pidfd=0, facts=MoverFacts()
+    )
+
+    async def start(*_: object) -> Any:
+        return mover
+
+    driver = driver_that(start, start)
+    driver.fleet.process_of = lambda _mover: mover
+    engines = Rendezvous(driver)
+    servicer, worker = servicer_of(driver, engines), worker_with_memory()
+    context = context_of(worker, is_given_up=how == "the call was given up")
+
+    async def answer() -> None:
+        await servicer.RegisterRank(rank(0, 1), context)
+        if how == "it could not be sent":
+            raise ConnectionError
+
+    await asyncio.gather(asyncio.create_task(answer()), return_exceptions=True)
+    state = engines._meeting.registrations[MoverId(1)].state
+    is_ready = state is RegistrationState.ANSWERED
+    assert is_ready == (how == "it was sent")
+    worker.end()
+    await asyncio.sleep(0)

@@ -19,6 +19,7 @@ from tests.control.daemon_rig import (
     Caller,
     RawEngine,
     RawScheduler,
+    RawWorker,
     RunningDaemon,
     block,
     daemon,
@@ -142,6 +143,9 @@ def test_a_drain_that_is_taken_back_makes_the_daemon_ready_and_stores_go_on() ->
             operator.call(operator.operator.Drain, pb.DrainRequest())
         assert readiness(port) == (503, "draining\n")
         assert operator.status().state == "draining"
+        late = RawWorker(running.socket)
+        assert refusal(late.register)[1] == "DRAINING"
+        late.close()
         undrained = [
             operator.call(operator.operator.Undrain, pb.UndrainRequest()).was_draining
             for _ in range(2)

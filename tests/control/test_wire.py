@@ -162,6 +162,21 @@ def _part(number: int, content: bytes) -> bytes:
     return bytes([number << 3 | 2]) + length + bytes([left]) + content
 
 
+def test_what_takes_long_to_read_whatever_it_is_made_of_is_not_read() -> None:
+    later = b"\xf8\x07\x01"
+    assert read(later * wire.MAX_FIELDS).ByteSize() == 3 * wire.MAX_FIELDS
+    with pytest.raises(wire.Unreadable, match="fields beside each other"):
+        read(later * (wire.MAX_FIELDS + 1))
+    ids = pb.Step(released_leases=range(1, wire.MAX_PACKED_BYTES))
+    with pytest.raises(wire.Unreadable, match="released_leases takes more than"):
+        read(pb.SessionRequest(step=ids).SerializeToString())
+    touch = pb.Touch(context=context(many_small_values(2 * wire.PIECE_BYTES)))
+    with pytest.raises(KvdError, match="kv_transfer_params takes more than"):
+        read(pb.SessionRequest(step=pb.Step(touches=[touch])).SerializeToString())
+    with pytest.raises(wire.Unreadable, match="a number that does not end"):
+        read(b"\xf8" + b"\xff" * wire.PIECE_BYTES + b"\x01\x01")
+
+
 def nested_step(sequence: int, depth: int) -> bytes:
     job = b"\x08\x01" + _part(2, _part(1, b"r") + _part(3, nested(depth)))
     return _part(2, bytes([8, sequence]) + _part(4, job))
@@ -176,7 +191,14 @@ def test_a_structure_that_is_nested_too_deeply_is_unreadable_and_its_number_is_f
     assert (found.kind, found.number) == ("step", 5)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x12", b"\x12\x05\x08", _part(4, b"\x08")])
+NO_NUMBERS = [
+    *(b"", b"\xff" * 9, b"\x12", b"\x12\x05\x08", _part(4, b"\x08")),
+    b"\x11\x08\x07" + bytes(6),  # a step that is a fixed64, and one whose number is a string
+    _part(2, _part(1, b"\x07")),
+]
+
+
+@pytest.mark.parametrize("content", NO_NUMBERS)
 def test_a_number_that_can_not_be_found_is_none(content: bytes) -> None:
     assert wire.unreadable_request(content, KvdError("why")).number == 0
 
