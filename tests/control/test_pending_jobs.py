@@ -58,6 +58,27 @@ async def test_so_many_may_wait_for_the_jobs_of_a_session() -> None:
     assert [order.job for order in await board.wait(SESSION, [JobId(1)], 1)] == [1]
 
 
+async def test_whoever_waited_in_vain_gives_the_place_back_and_leaves_nothing() -> None:
+    board = PendingJobs()
+    board.started(SESSION, JobId(1))
+    for _ in range(MAX_FLUSHES + 1):
+        with pytest.raises(TimeoutError):
+            await board.wait(SESSION, [], 0)
+    assert not board._flushes, "there may be sessions without end"
+
+
+async def test_jobs_that_end_before_a_flush_goes_on_are_no_defect() -> None:
+    """The driver takes any error of it for a broken invariant, and the daemon would end."""
+    board = PendingJobs()
+    for job in (1, 2):
+        board.started(SESSION, JobId(job))
+    flush = asyncio.create_task(board.wait(SESSION, [JobId(1)], 1))
+    await asyncio.sleep(0)
+    board.ended(end(1))
+    board.ended(end(2))
+    assert [order.job for order in await flush] == [1]
+
+
 class Counted(PendingJobs):
     """Counts how often somebody looks at all live jobs of a session."""
 
