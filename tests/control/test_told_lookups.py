@@ -157,6 +157,14 @@ def test_what_one_tenant_says_is_no_other_tenants() -> None:
     assert told.of_namespace(NamespaceId(1)) == ONE_HIT
 
 
+def test_what_is_told_together_of_a_forgotten_tenant_is_shown_no_more() -> None:
+    gone = TenantId("gone")
+    told = ToldLookups(lambda _: True, lambda tenant: tenant != gone)
+    for number in range(MAX_NAMESPACES_TOLD + 1):
+        told.add(NamespaceId(number), gone, LookupFigures(1))
+    assert [row for row in told.rows() if row.namespace is None] == []
+
+
 def test_namespaces_beyond_the_bound_are_told_together_by_tenant() -> None:
     told = ToldLookups(lambda _: True)
     for number in range(MAX_NAMESPACES_TOLD + 2):
