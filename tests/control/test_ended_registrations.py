@@ -16,6 +16,7 @@ import pytest
 from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.errors import MoverStartFailed
 from kvd.control.registration.rendezvous import Rendezvous, process_of
+from kvd.control.services import worker as worker_service
 from kvd.control.services.worker import WorkerServicer
 from kvd.core.engines.meeting import RegistrationState, SchedulerSide
 from kvd.core.errors import UnknownRegistration
@@ -160,3 +161,28 @@ async def test_only_a_rank_whose_worker_was_sent_the_answer_counts_as_ready(how:
     assert is_ready == (how == "it was sent")
     worker.end()
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("has_thread", [True, False], ids=["in a thread", "without one"])
+async def test_exports_of_device_memory_are_closed_with_their_registration(
+    has_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def end_rank(*_: object) -> None:
+        return
+
+    if not has_thread:
+        monkeypatch.setattr(worker_service, "to_its_end", no_thread)
+    driver = driver_that(end_rank, end_rank)
+    servicer, worker = servicer_of(driver, Rendezvous(driver)), worker_with_memory()
+    export = os.open("/dev/null", os.O_RDWR)  # a character device, as drivers export by
+    worker.offer(8, export, is_device=True)
+    worker.registrations.add(1)
+    request = worker_pb2.UnregisterRankRequest(registration_id=1)
+    await servicer.UnregisterRank(request, context_of(worker))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(export)
+    assert list(worker.memories) == [7], "host memory may be registered again"
+    worker.end()

@@ -366,3 +366,17 @@ def test_a_worker_that_registers_rank_after_rank_has_no_more_movers_than_its_sha
     wait_until(lambda: len(running.movers()) == 2, "the greedy worker's movers to end")
     for each in (other, honest):
         each.close()
+
+
+async def test_who_waits_for_reports_no_more_holds_up_none_behind() -> None:
+    posted: list[Any] = []
+    movers = await of_two_users(posted)
+    failed: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, what: failed.append(what))
+    given_up = asyncio.get_running_loop().create_future()
+    given_up.cancel()
+    movers.report(given_up, 1)
+    movers.row_unmapped(MoverId(1), RowId(3))
+    await movers.handle_reports()
+    assert posted == [ev.RowUnmapped(MoverId(1), RowId(3))]
+    assert not failed, "the log would be full of it"
