@@ -23,6 +23,9 @@ from tests.control.daemon_rig import (
     RunningDaemon,
     block,
     daemon,
+    disk_config,
+    identity,
+    namespace,
     refusal,
     store_job,
 )
@@ -115,6 +118,26 @@ def test_a_clear_whose_caller_does_not_wait_for_its_end_is_in_the_log_too() -> N
     finally:
         running.kill()
         running.remove()
+
+
+def test_a_clear_of_one_namespace_leaves_in_a_tier_what_others_have(tmp_path: Path) -> None:
+    with daemon("--config", str(disk_config(tmp_path, 'write = "through"\n'))) as running:
+        operator = Caller(running.socket)
+        wait_until(lambda: operator.status().tiers[0].serving, "the tier")
+        engines = [
+            RawEngine(running.socket, identity=identity(name), namespace=namespace(model=name))
+            for name in ("cleared", "kept")
+        ]
+        for engine in engines:
+            engine.store({1: block(1)})
+        wait_until(lambda: operator.status().tiers[0].blocks == 2, "both blocks below")
+        number = engines[0].scheduler.opened.namespace_id
+        operator.call(operator.operator.Clear, pb.ClearRequest(namespace_id=number))
+        wait_until(lambda: operator.status().tiers[0].blocks < 2, "the end of what was cleared")
+        assert operator.status().tiers[0].blocks == 1
+        for engine in engines:
+            engine.close()
+        operator.close()
 
 
 def test_who_waits_for_a_drain_that_is_taken_back_is_told_so_at_once() -> None:
