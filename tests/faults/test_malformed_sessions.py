@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd_proto.limits import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES, MAX_STRING_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -73,7 +73,8 @@ OPENINGS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     (of(hash_bytes=65), HASHES),
     (of(hash_bytes=2**32 - 1), HASHES),
     (of(tenant="somebody else"), DENIED),
-    (of(tenant="t" * (64 << 10)), DENIED),  # quoted in the refusal, which must be heard
+    (of(tenant="t" * MAX_STRING_BYTES), DENIED),  # quoted in the refusal, which must be heard
+    (of(tenant="t" * (MAX_STRING_BYTES + 1)), LONG),
     (of(groups=[]), GROUPS),
     (of(groups=[group()] * 65), GROUPS),
     (of(groups=[group(), group(shard_bytes=[4096, 4096])]), RANKS),

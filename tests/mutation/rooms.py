@@ -147,7 +147,8 @@ VALKEY = Room(
     "valkey",
     ("kvd/tiers/valkey",),
     (
-        *_tests("tiers", "valkey_addresses valkey_contract valkey_faults valkey_line"),
+        *_tests("tiers", "valkey_addresses valkey_contract valkey_faults valkey_late_writes"),
+        *_tests("tiers", "valkey_line"),
         *_tests("tiers", "valkey_moves valkey_process valkey_refusals valkey_turns tier_config"),
     ),
 )

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from kvd.tiers.valkey.names import MAX_PIECES_TOLD, SLOTS, NameBook
 from kvd.tiers.valkey.options import ValkeyOptions
 from kvd.tiers.valkey.servers import MAX_DIGITS, MAX_DOUBTS, Servers, count_in
 from kvd.tiers.valkey.store import ValkeyStore
-from tests.tiers.contract import BLOCK_BYTES, ONE, content, has, keep, key, read, soon, source
+from tests.tiers.contract import BLOCK_BYTES, ONE, content, has, keep, key, soon, source
 from tests.tiers.valkey_rig import ValkeyServer, certificate, server_binary, until
 
 SECONDS = 0.5
@@ -292,7 +292,7 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 
 @contextmanager
-def opened(server: ValkeyServer | LateRoad, **options: object) -> Iterator[ValkeyStore]:
+def opened(server: ValkeyServer, **options: object) -> Iterator[ValkeyStore]:
     patience = {"request_timeout_seconds": SECONDS, "connect_timeout_seconds": SECONDS}
     store = ValkeyStore({"addresses": [server.address], **patience, **options})  # type: ignore[dict-item]
     yield store
@@ -332,55 +332,6 @@ def test_nothing_of_a_write_that_was_cut_off_comes_after_a_delete(server: Valkey
         assert "keys=" not in server.call("INFO", "keyspace")
         keep(store, range(8))
         until(lambda: not store._servers._doubts)
-
-
-class LateRoad:
-    """Leads to a server. While `writes_go` is not set, lines with a SET are held up at it."""
-
-    def __init__(self, server: ValkeyServer) -> None:
-        self.writes_go = threading.Event()
-        self.writes_go.set()
-        self._server = server
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self.writes_go.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection((self._server.host, self._server.port))
-                for way in ((near, far), (far, near)):
-                    threading.Thread(target=self._lead, args=way, daemon=True).start()
-
-    def _lead(self, giver: socket.socket, taker: socket.socket) -> None:
-        with suppress(OSError):
-            while some := giver.recv(1 << 20):
-                if b"\r\nSET\r\n" in some:
-                    self.writes_go.wait()
-                taker.sendall(some)
-            taker.shutdown(socket.SHUT_WR)
-
-
-@needs_server
-def test_nothing_is_deleted_while_a_write_that_was_given_up_is_on_its_way(
-    server: ValkeyServer,
-) -> None:
-    with closing(LateRoad(server)) as road, opened(road, request_timeout_seconds=3) as store:
-        keep(store, [1])
-        road.writes_go.clear()
-        assert store.write([source(key(2), content((2, ONE)))], soon()) == [Outcome.FAILED]
-        until(lambda: read(store, key(1))[0] is Outcome.DONE)  # by another line
-        with pytest.raises(TierError, match="has not come to what it was sent before"):
-            store.delete_scopes([key(1).scope], soon())
-        road.writes_go.set()
-        store.delete_scopes([key(1).scope], soon())
-        assert "keys=" not in server.call("INFO", "keyspace")
 
 
 @needs_server
