@@ -126,14 +126,15 @@ class Daemon:
                 stack.push_async_callback(http.close)
             try:
                 pool = await asyncio.to_thread(Pool.open, pool_config(self.config), self._preparing)
+                driver = self._driver(pool)
+                stack.push_async_callback(driver.close)
+                await self._recover(driver)
             except _ToldToStop:
                 log.info(
                     "told to stop while the pool was made or read: the next start does it anew"
                 )
                 return 0
             self._has_pool = True
-            driver = self._driver(pool)
-            stack.push_async_callback(driver.close)
             control = self._control_server(driver)
             self.metrics.watch_lookups(control.common.told_lookups)
             stack.push_async_callback(control.close)
@@ -182,16 +183,23 @@ class Daemon:
             ),
             native_probes(),
         )
-        driver = Driver(machine, pool, self.metrics, tiers=config.tiers)
+        return Driver(machine, pool, self.metrics, tiers=config.tiers)
+
+    async def _recover(self, driver: Driver) -> None:
+        """Have the core know what the pool holds, and tell of it. Others have turns meanwhile."""
+        pool = driver.pool
         began = time.perf_counter()
-        driver.recover()
-        for rule in config.tenants:
+        for _ in driver.recover():
+            await asyncio.sleep(0)
+            if self._stop.is_set():
+                raise _ToldToStop
+        for rule in self.config.tenants:
             driver.call(ev.QuotaSet(driver.long_work.next_token(), rule.tenant, rule.quota_bytes))
         shown = first_tenants(metrics.MAX_TENANTS_SHOWN)
         self.metrics.watch(partial(driver.statistics, by_namespace=False, which_tenants=shown))
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
-        recovered = machine.statistics().counters.recovered
+        recovered = driver.machine.statistics().counters.recovered
         if pool.cold_reason == NO_POOL:
             log.info("the pool is new: %s", pool.cold_reason)
         elif pool.cold_reason:
@@ -211,7 +219,6 @@ class Daemon:
             )
         log.info("extents lie in %s", pool.place)
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
-        return driver
 
     def _tell_of_records(self, pool: Pool) -> None:
         self.metrics.tell_checksums(are_kept=pool.payload_checksums)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
@@ -118,6 +118,7 @@ class Driver:
         self._room_turns: deque[NamespaceId] = deque()
         self._rooms: dict[NamespaceId, tuple[int, ...]] = {}  # as they were published last
         self._working: asyncio.Task[None] | None = None
+        self._is_recovering = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self.long_work = LongWork(machine.knows, self.call, self._spawn)
 
@@ -514,12 +515,16 @@ class Driver:
 
     # -- life -------------------------------------------------------------------------------
 
-    def recover(self) -> None:
-        """Tell the core what the pool holds; PoolError where there is no index page for it."""
+    def recover(self) -> Iterator[None]:
+        """Tell the core what the pool holds, in pieces. PoolError: there is no index page for it."""
+        self._is_recovering = True  # long work begins after the last piece
         for event in self.pool.recovered():
             if isinstance(event, ev.ScopesRecovered):
                 self._prepare_page(event.spec)
             self.call(event)
+            yield
+        self._is_recovering = False
+        self._schedule_work()
 
     async def run(self) -> None:
         """Tick the machine until cancelled.
@@ -537,7 +542,7 @@ class Driver:
             self._mending.go_on()
 
     def _schedule_work(self) -> None:
-        if self._working is None and self.machine.has_work():
+        if self._working is None and not self._is_recovering and self.machine.has_work():
             self._working = self._spawn(self._work())
 
     async def _work(self) -> None:

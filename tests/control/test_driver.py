@@ -522,9 +522,26 @@ async def test_recovery_without_memory_for_an_index_page_says_so(
     with monkeypatch.context() as patched:
         patched.setattr(os, "memfd_create", refuse)
         with pytest.raises(PoolError, match="Cannot allocate memory"):
-            second.recover()
+            list(second.recover())
     assert not broken
     await second.close()
+
+
+async def test_long_work_begins_once_all_of_the_pool_is_taken_up(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[bool] = []
+
+    async def work() -> None:
+        began.append(True)
+
+    monkeypatch.setattr(Machine, "has_work", lambda _: True)
+    monkeypatch.setattr(driver, "_work", work)
+    for _ in driver.recover():
+        await asyncio.sleep(0)
+        assert not began
+    await asyncio.sleep(0)
+    assert began
 
 
 async def test_clears_come_one_after_another_whoever_gives_up_waiting(

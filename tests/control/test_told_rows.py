@@ -109,7 +109,7 @@ class Stage:
         machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
         self.driver = Driver(machine, pool, Metrics("test"), launch=self._launch)
         self.driver.on_broken_invariant = lambda *_: None  # the test fails with it
-        self.driver.recover()
+        list(self.driver.recover())
         self.state = machine.state
         self.session = self.driver.allocate_session_id()
         self.sink = Sink()

@@ -238,7 +238,7 @@ class SimDaemon:
             tiers=settings.tiers,
         )
         self.driver.on_broken_invariant = lambda _event, error, _story: self.broken(error)
-        self.driver.recover()
+        list(self.driver.recover())
         for rule in settings.tenants:
             self.driver.call(
                 ev.QuotaSet(self.driver.long_work.next_token(), rule.tenant, rule.quota_bytes)
