@@ -516,7 +516,7 @@ class Driver:
     # -- life -------------------------------------------------------------------------------
 
     def recover(self) -> Iterator[None]:
-        """Tell the core what the pool holds, in pieces. PoolError: there is no index page for it."""
+        """Tell the core what the pool holds, in pieces. PoolError: no index page can be made."""
         self._is_recovering = True  # long work begins after the last piece
         for event in self.pool.recovered():
             if isinstance(event, ev.ScopesRecovered):

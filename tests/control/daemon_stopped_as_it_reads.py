@@ -19,7 +19,7 @@ def _stopping(recovery: Recovery) -> Iterator[Any]:
 
 if __name__ == "__main__":
     _events = Recovery.events
-    Recovery.events = _stopping  # type: ignore[method-assign]
+    Recovery.events = _stopping  # type: ignore[method-assign,assignment]
 
     from kvd.__main__ import main
 

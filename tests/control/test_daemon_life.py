@@ -36,7 +36,6 @@ from tests.control.daemon_rig import (
     refusal,
     store_job,
 )
-from tests.daemon_process import START_SECONDS
 from tests.forked import run as kvd
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -443,23 +442,6 @@ def test_signals_that_come_while_the_daemon_begins_are_heeded_once_it_can() -> N
         assert "log level is debug now" in running.log.read_text()
     finally:
         running.remove()
-
-
-def test_a_daemon_that_is_told_to_stop_while_it_reads_its_pool_does_so_and_loses_nothing() -> None:
-    with daemon() as running:
-        engine = RawEngine(running.socket, identity=identity("first"))
-        engine.store({1: block(1)})
-        engine.close()
-        running.stop()
-        running.module = "tests.control.daemon_stopped_as_it_reads"
-        running.launch()
-        assert running.process.wait(START_SECONDS) == 0
-        assert "told to stop while the pool was made or read" in running.log.read_text()
-        running.module = "kvd"
-        running.start()
-        again = RawEngine(running.socket, identity=identity("again"))
-        assert again.load([1]) == [block(1)]
-        again.close()
 
 
 def test_an_operators_drain_refuses_sessions_and_says_not_serving() -> None:

@@ -33,7 +33,6 @@ from kvd.runtime.clock import AwakeClock
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import MoverOwner
 from tests import leaks
-from tests.contract import pool_orders as orders
 from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536
@@ -500,48 +499,6 @@ async def test_session_whose_index_page_cannot_be_had_is_refused_and_nobody_else
     assert len(driver.machine.namespaces()) == 1
     open_another()
     assert len(driver.machine.namespaces()) == 2
-
-
-async def test_recovery_without_memory_for_an_index_page_says_so(
-    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = orders.config(shared_directory)
-    with orders.opened(config) as pool:
-        orders.introduce(pool)
-        pool.grant_row(orders.row([0]))
-        pool.write_ready(orders.ready([0], orders.keys(1)))
-
-    def refuse(*_args: object) -> int:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    machine = Machine(MachineConfig(orders.EXTENTS, orders.EXTENT_BYTES))
-    pool = Pool.open(config, lambda _done, _all: None)
-    second = Driver(machine, pool, Metrics("test"), launch=_launch)
-    broken: list[Exception] = []
-    second.on_broken_invariant = lambda _event, error, _story: broken.append(error)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "memfd_create", refuse)
-        with pytest.raises(PoolError, match="Cannot allocate memory"):
-            list(second.recover())
-    assert not broken
-    await second.close()
-
-
-async def test_long_work_begins_once_all_of_the_pool_is_taken_up(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began: list[bool] = []
-
-    async def work() -> None:
-        began.append(True)
-
-    monkeypatch.setattr(Machine, "has_work", lambda _: True)
-    monkeypatch.setattr(driver, "_work", work)
-    for _ in driver.recover():
-        await asyncio.sleep(0)
-        assert not began
-    await asyncio.sleep(0)
-    assert began
 
 
 async def test_clears_come_one_after_another_whoever_gives_up_waiting(
