@@ -139,7 +139,7 @@ RUNTIME = Room(
     ("kvd/runtime",),
     (
         *_tests("control", "driver event_log few_threads given_up_calls mending pending_jobs"),
-        *_tests("control", "record told_lookups told_rows turns verify"),
+        *_tests("control", "record recovery_in_pieces told_lookups told_rows turns verify"),
         *_tests("tiers", "departures seam tier_churn tier_faults tier_recovery told_by_tiers"),
     ),
 )
