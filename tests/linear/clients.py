@@ -119,10 +119,10 @@ class Client(threading.Thread):
     def _clear(self) -> None:
         assert self._clears is not None
         begin = time.monotonic()
+        self._clears.forget_caller()  # it may know a daemon that has died since
         try:
             self._clears.clear()
         except (grpc.RpcError, OSError):  # the daemon has died, and may end it when it is back
-            self._clears.forget_caller()
             call = Call(Kind.MAYBE_CLEARED, begin, math.inf, self.name)
         else:
             call = Call(Kind.CLEARED, begin, time.monotonic(), self.name)
