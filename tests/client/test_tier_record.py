@@ -376,6 +376,23 @@ def test_what_is_announced_again_amid_a_clear_is_not_said_to_be_removed(
     assert hand.watch.take() == [(HOST, True, [ONE, TWO])]
 
 
+def test_what_is_dropped_amid_the_loss_of_its_tier_is_said_when_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where very much is not taken yet, what goes and comes says nothing new to who has it."""
+    monkeypatch.setattr(tier_record, "MAX_NEWS", 0)
+    news = NewsList()
+    record = TierRecord(news)
+    for key in (ONE, TWO):
+        record.stored(DISK, key, is_announced=True)
+    news.take()
+    record.lost(DISK.tier)
+    news.say_again(record.in_order())
+    assert not record.let_go(2)
+    record.stored(DISK, ONE, is_announced=True)
+    assert news.take() == [(DISK, True, [ONE, TWO]), (DISK, False, [ONE])]
+
+
 AGAIN = "whoever listens has dropped all"
 TURNS = st.lists(  # None: it is taken
     st.tuples(PLACES, st.integers(0, 3)) | st.none() | st.just(AGAIN), max_size=60

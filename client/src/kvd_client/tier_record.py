@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
-from itertools import count, groupby, islice
+from itertools import chain, count, groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -183,8 +183,9 @@ class TierRecord:
         return {place: set(keys) for place, keys in self._told.items()}
 
     def in_order(self) -> Iterator[tuple[Residence, Key]]:
-        """The same one by one, of each tier the oldest first."""
-        return ((place, key) for place, keys in self._told.items() for key in keys)
+        """The same one by one, of each tier the oldest first, and before it what is leaving."""
+        said = chain(self._leaving, self._told.items())
+        return ((place, key) for place, keys in said for key in keys)
 
     def announced(self, key: Key) -> None:
         """The engine says that the block is stored."""
