@@ -99,3 +99,25 @@ def test_no_more_stays_in_a_bucket_with_each_clear_that_it_takes_no_removal_for(
     store.delete_scopes([ONE], soon())
     assert not answering.statuses
     store.close()
+
+
+class Forbidding(Keeping):
+    """Takes what it is given, and answers that it does not."""
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        super().send_response(403 if self.command == "PUT" else code, message)
+
+
+def test_what_a_bucket_took_though_it_said_no_is_removed_by_the_next_try(
+    answering: Answering, tmp_path: Path
+) -> None:
+    answering.RequestHandlerClass, answering.statuses, answering.status = Forbidding, {}, 200
+    store = S3Store(options_of(answering.server_port, tmp_path))
+    for _ in range(3):
+        with pytest.raises(TierError):
+            store.delete_scopes([ONE], soon())
+        assert len(answering.statuses) == 1
+    answering.RequestHandlerClass = Keeping
+    store.delete_scopes([ONE], soon())
+    assert not answering.statuses
+    store.close()
