@@ -35,27 +35,85 @@ from tests.sglang.rig import host_pool, mha_device_pool, state_pool, storage_con
 OPTIONS = HiCacheOptions.from_extra_config({"interface_v1": 1})
 NAMED_WEIGHTS = HiCacheOptions.from_extra_config({"interface_v1": 1, "weights_id": "v7"})
 GIVEN = {
+    "attention_backend": "triton",
+    "context_length": 4096,
     "cp_strategy": "zigzag",
+    "decrypted_config_file": "/models/config.json",
+    "decrypted_draft_config_file": "/models/draft.json",
     "deepep_dispatcher_output_dtype": "fp8",
     "dllm_algorithm": "LowConfidence",
+    "dllm_algorithm_config": "/models/algorithm.yaml",
+    "dtype": "float16",
     "enable_decoder_swa_bounded_replay": True,
+    "enable_deterministic_inference": True,
+    "enable_encoder_swa_bounded_replay": True,
     "enable_precise_embedding_interpolation": True,
     "enable_quant_communications": True,
     "enable_tf32_matmul": True,
     "enable_w4a4_mxfp4_megamoe": True,
     "flashinfer_a2a_dispatch_type": "nvfp4",
     "flashinfer_mxfp4_moe_precision": "fp8",
-    "fp4_gemm_runner_backend": "marlin",
     "forward_hooks": [{"hook_factory": "hooks:scale"}],
+    "fp4_gemm_runner_backend": "marlin",
+    "json_model_override_args": '{"rope_theta": 1}',
+    "kt_max_deferred_experts_per_token": 2,
     "kt_method": "AMXINT8",
+    "kt_num_gpu_experts": 4,
     "kv_cache_dtype": "fp8_e5m2",
+    "model_config_parser": "mistral",
+    "model_impl": "transformers",
     "modelopt_quant": "fp8",
     "moe_runner_backend": "marlin",
+    "prefill_attention_backend": "triton",
     "prefill_kv_cache_dequant_dtype": "fp8",
+    "quantization": "fp8",
+    "quantization_param_path": "/models/scales.json",
+    "rl_on_policy_target": "fsdp",
     "rl_quant_profile": "profile.pt",
+    "speculative_algorithm": "EAGLE3",
     "speculative_draft_kv_cache_dtype": "fp8_e5m2",
+    "speculative_draft_load_format": "dummy",
+    "speculative_draft_model_quantization": "fp8",
+    "speculative_draft_sink_size": 4,
+    "speculative_draft_window_size": 128,
     "speculative_enable_w4a4_mxfp4_megamoe": True,
 }
+# Each of them once more: one that went from the code would else go unnoticed.
+VARIABLES = (
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT",
+    "FLASHINFER_NVFP4_4OVER6",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
+    "SGLANG_AMD_FLYDSL_MEGA_QUANT",
+    "SGLANG_CPU_QUANTIZATION",
+    "SGLANG_ENABLE_DP_GATHER_FP8",
+    "SGLANG_EXTERNAL_MODEL_PACKAGE",
+    "SGLANG_FLASHINFER_CUTEDSL_NVFP4_W4A16",
+    "SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE",
+    "SGLANG_FLASHINFER_NVFP4_PER_TOKEN_ACTIVATION",
+    "SGLANG_FORCE_FP8_MARLIN",
+    "SGLANG_FORCE_MXFP8_BLOCK_CONVERT_DENSE",
+    "SGLANG_FP4_IGNORED_LAYERS",
+    "SGLANG_FP8_IGNORED_LAYERS",
+    "SGLANG_GLM_NEXTN_MOE_PTPC",
+    "SGLANG_HUMMING_INPUT_QUANT_CONFIG",
+    "SGLANG_HUMMING_ONLINE_QUANT_CONFIG",
+    "SGLANG_HUMMING_USE_F16_ACCUM",
+    "SGLANG_INT4_WEIGHT",
+    "SGLANG_MOE_NVFP4_DISPATCH",
+    "SGLANG_MORI_COMBINE_DTYPE",
+    "SGLANG_MORI_DISPATCH_DTYPE",
+    "SGLANG_NPU_ARCH35_REQUANT_BLOCK_FP8",
+    "SGLANG_NVFP4_CKPT_FP8_GEMM_IN_ATTN",
+    "SGLANG_NVFP4_CKPT_FP8_NEXTN_MOE",
+    "SGLANG_OPT_HOPPER_BLOCK_FP8_BF16",
+    "SGLANG_QUANT_ALLOW_DOWNCASTING",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+    "SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR",
+    "SGLANG_TRITON_FP8_PREFILL_ATTN",
+    "SGLANG_USE_AITER_FP8_PER_TOKEN",
+)
 
 NamespaceOf = Callable[..., NamespaceFields]
 
@@ -102,6 +160,7 @@ def test_arguments_that_are_looked_at_are_sglangs() -> None:
         "weight_cache_mode",
     }
     assert looked_at <= known
+    assert set(GIVEN) == set(namespace.SHAPING_ARGUMENTS), "each has a test of its own"
 
 
 @pytest.mark.parametrize("argument", GIVEN)
@@ -123,9 +182,10 @@ def test_the_name_that_a_model_is_served_under_keeps_nobody_apart(
 
 def test_variables_that_are_looked_at_are_sglangs() -> None:
     assert set(namespace.SHAPING_VARIABLES) <= set(vars(Envs))
+    assert set(VARIABLES) == set(namespace.SHAPING_VARIABLES), "each has a test of its own"
 
 
-@pytest.mark.parametrize("variable", namespace.SHAPING_VARIABLES)
+@pytest.mark.parametrize("variable", VARIABLES)
 def test_engines_whose_environment_says_otherwise_share_none(
     namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

@@ -1,0 +1,177 @@
+"""Each setting of vLLM's that changes what is computed keeps engines apart, named here once more.
+
+A name that went from the lists of the code would else go unnoticed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import envs
+from vllm.config import DiffusionConfig, MultiModalConfig, VllmConfig
+
+from kvd_client.integrations.vllm.identity.model import config_digest
+from tests.vllm.configurations import Configuration, configure, joined
+
+MODEL = {
+    "code_revision": "0123abc",
+    "convert_type": "embed",
+    "disable_sliding_window": True,
+    "model_class_overrides": {"LlamaForCausalLM": "plugin:Other"},
+    "model_impl": "transformers",
+    "quantization_config": {"ignored_layers": ["lm_head"]},
+    "runner_type": "pooling",
+}
+MULTIMODAL = {
+    "language_model_only": True,
+    "mm_encoder_attn_dtype": "fp8",
+    "mm_processor_kwargs": {"num_crops": 4},
+    "video_pruning_method": "another",
+    "video_pruning_rate": 0.5,
+}
+OTHERS = {
+    "attention_config.disable_flashinfer_q_quantization": True,
+    "attention_config.indexer_kv_dtype": "fp8",
+    "attention_config.use_non_causal": True,
+    "attention_config.use_prefill_query_quantization": True,
+    "cache_config.kv_sharing_fast_prefill": True,
+    "cache_config.swa_bounded_replay": False,
+    "kernel_config.linear_backend": "marlin",
+    "kernel_config.linear_backend_per_quant": {"nvfp4": "marlin"},
+    "kernel_config.moe_backend": "marlin",
+}
+VARIABLES = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": "1",
+    "VLLM_CPU_INT4_W4A8": "0",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": "1",
+    "VLLM_DISABLED_KERNELS": "CutlassFP8",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": "1",
+    "VLLM_FLOAT32_MATMUL_PRECISION": "high",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"b_dtype": "int8"}',
+    "VLLM_HUMMING_USE_F16_ACCUM": "1",
+    "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_VIDEO_LOADER_BACKEND": "opencv_dynamic",
+}
+
+
+@pytest.fixture(scope="module")
+def base(model: Path) -> Configuration:
+    return configure(model)
+
+
+def digest_with(base: Configuration, change: Callable[[VllmConfig], None]) -> str:
+    vllm_config = copy.deepcopy(base.vllm)
+    change(vllm_config)
+    return config_digest(vllm_config)
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_each_setting_of_the_model_counts(base: Configuration, name: str) -> None:
+    assert hasattr(base.vllm.model_config, name), "vLLM has it under another name"
+    changed = digest_with(base, lambda made: setattr(made.model_config, name, MODEL[name]))
+    assert changed != config_digest(base.vllm)
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_each_setting_of_the_cache_and_the_kernels_counts(base: Configuration, path: str) -> None:
+    part, name = path.split(".")
+    assert hasattr(getattr(base.vllm, part), name), "vLLM has it under another name"
+    changed = digest_with(base, lambda made: setattr(getattr(made, part), name, OTHERS[path]))
+    assert changed != config_digest(base.vllm)
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_each_setting_of_what_is_made_of_images_counts(base: Configuration, name: str) -> None:
+    def digest(**given: Any) -> str:
+        def change(made: VllmConfig) -> None:
+            made.model_config.multimodal_config = MultiModalConfig()
+            for each, value in given.items():
+                assert hasattr(made.model_config.multimodal_config, each)
+                setattr(made.model_config.multimodal_config, each, value)
+
+        return digest_with(base, change)
+
+    assert digest(**{name: MULTIMODAL[name]}) != digest()
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_each_variable_that_changes_what_is_computed_counts(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert name in envs.environment_variables, "vLLM has it under another name"
+    monkeypatch.delenv(name, raising=False)
+    before = config_digest(base.vllm)
+    monkeypatch.setenv(name, VARIABLES[name])
+    assert config_digest(base.vllm) != before
+
+
+def test_how_a_canvas_is_denoised_counts(base: Configuration) -> None:
+    def digest(drawn: dict[str, Any] | None = None, **given: Any) -> str:
+        def change(made: VllmConfig) -> None:
+            made.diffusion_config = DiffusionConfig(**({"canvas_length": 8} | given))
+            made.model_config.override_generation_config = drawn or {}
+
+        return digest_with(base, change)
+
+    drawn = [digest({name: 3}) for name in ("max_denoising_steps", "stability_threshold")]
+    given = [digest(canvas_length=16), digest(max_denoising_steps=3)]
+    assert len({digest(), *drawn, *given}) == 5
+
+
+def test_how_a_drafter_drafts_and_what_it_is_counts(base: Configuration) -> None:
+    def digest(**given: Any) -> str:
+        drafter = copy.deepcopy(base.vllm.model_config)
+        for name in set(given) & {"dtype", "code_revision"}:
+            setattr(drafter, name, given.pop(name))
+        how: dict[str, Any] = {"method": "eagle", "draft_model_config": drafter} | given
+
+        def change(made: VllmConfig) -> None:
+            made.speculative_config = SimpleNamespace(**how)
+
+        return digest_with(base, change)
+
+    others = [
+        {"method": "eagle3"},
+        {"quantization": "fp8"},
+        {"disable_lookahead_block_hashes": True},
+        {"dtype": "float16"},
+        {"code_revision": "0123abc"},
+    ]
+    assert len({digest(), *(digest(**each) for each in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("sizes", [{"dcp_size": 2}, {"pcp_size": 2}])
+def test_how_many_tokens_in_a_row_a_rank_has_counts_where_ranks_share_them(
+    base: Configuration, sizes: dict[str, int]
+) -> None:
+    parts = replace(base.offloading.parallel, **sizes)
+    shapes = set()
+    for interleave in (1, 16):
+        vllm_config = copy.deepcopy(base.vllm)
+        vllm_config.parallel_config.cp_kv_cache_interleave_size = interleave
+        made = joined(vllm_config, base.cache)
+        several = made._replace(offloading=replace(made.offloading, parallel=parts))
+        shapes |= {made.namespace().parallel_shape, several.namespace().parallel_shape}
+    assert len(shapes) == 3
+
+
+def test_which_layers_a_pipeline_stage_has_counts(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = replace(base.offloading.parallel, pp_size=2)
+    staged = base._replace(offloading=replace(base.offloading, parallel=parts))
+    one, shapes = base.namespace().parallel_shape, {staged.namespace().parallel_shape}
+    for layers in ("3,1", "1,3"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", layers)
+        shapes.add(staged.namespace().parallel_shape)
+        assert base.namespace().parallel_shape == one, "it has no other stage"
+    assert len(shapes) == 3
