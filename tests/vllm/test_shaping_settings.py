@@ -139,7 +139,7 @@ def test_how_a_drafter_drafts_and_what_it_is_counts(base: Configuration) -> None
 
         return digest_with(base, change)
 
-    others = [
+    others: list[dict[str, Any]] = [
         {"method": "eagle3"},
         {"quantization": "fp8"},
         {"disable_lookahead_block_hashes": True},
