@@ -203,8 +203,6 @@ def _doubts(vllm_config: Any, options: KvdOptions) -> Iterator[str]:
     algorithm = cache.prefix_caching_hash_algo
     if algorithm in SECRET_SEED_ALGORITHMS and os.environ.get(HASH_SEED_VARIABLE) is None:
         yield f"{algorithm} hashes with a random seed; set {HASH_SEED_VARIABLE}, or use sha256"
-    if getattr(cache, "calculate_kv_scales", False):
-        yield "KV scales are calculated from the first batch; give a checkpoint that has them"
     if vllm_config.weight_transfer_config is not None:
         # Of an update itself vLLM tells the connector nothing: other weights, the same name.
         yield "weight transfer is configured, so the weights may change as the engine runs"
@@ -264,8 +262,6 @@ def _kv_dtype(vllm_config: Any, offloading_config: Any) -> str:
 
 def _kv_scale_source(cache_config: Any) -> str:
     """Where the scales of quantised KV come from."""
-    if getattr(cache_config, "calculate_kv_scales", False):
-        return "calculated"
     if "per_token_head" in str(cache_config.cache_dtype):
         return "block"  # stored beside the values
     quantised = str(cache_config.cache_dtype) not in ("auto", "float16", "bfloat16")
