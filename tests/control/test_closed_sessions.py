@@ -1,0 +1,119 @@
+"""What the end of a session waits for, and that nothing is kept of it once its jobs have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvd.control.sessions import session as module
+from kvd.control.sessions.outbox import Outbox
+from kvd.control.sessions.session import CLOSED, SchedulerSession
+from kvd.control.sessions.verbs import LiveSession
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.events import JobKind, JobStatus
+from kvd.core.keys import JobId, NamespaceId, SessionId
+from kvd.core.machine import Machine, MachineConfig
+from kvd.observability.metrics import Metrics
+from kvd.pool.config import PoolConfig
+from kvd.pool.pool import Pool
+from kvd.runtime.driver import Driver
+from kvd_proto.v1 import engine_pb2 as pb
+from tests.core.bench import spec
+
+EXTENT_BYTES = 65536
+JOB = JobId(7)
+
+
+class NoNews:
+    def job_ended(self, order: act.EndJob) -> None:
+        pass
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        pass
+
+
+@pytest.fixture
+async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
+    config = PoolConfig(
+        directory=shared_directory, pool_bytes=4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES
+    )
+    pool = Pool.open(config, lambda _done, _all: None)
+    machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
+    made = Driver(machine, pool, Metrics("test"))
+    for event in pool.recovered():
+        made.call(event)
+    yield made
+    await made.close()
+
+
+def opened(driver: Driver) -> SessionId:
+    session = driver.allocate_session_id()
+    driver.open_session(ev.SessionOpened(session, spec(), "", 1), {"model": "m"}, NoNews())
+    return session
+
+
+def end(session: SessionId) -> act.EndJob:
+    return act.EndJob(session, JOB, JobKind.STORE, JobStatus.DONE, "", 1, 4096)
+
+
+async def test_what_describes_a_namespace_is_kept_for_none_that_was_there(driver: Driver) -> None:
+    """A second session of it opens no namespace, which would take the description."""
+    for _ in range(2):
+        opened(driver)
+    assert not driver._fields
+
+
+@pytest.mark.parametrize("closes_first", [True, False])
+async def test_nothing_is_remembered_of_a_session_that_has_closed(
+    driver: Driver, closes_first: bool
+) -> None:
+    session = opened(driver)
+    driver.jobs.started(session, JOB)
+    last = [lambda: driver._carry_out(end(session)), lambda: driver.close_session(session)]
+    for each in reversed(last) if closes_first else last:
+        assert driver.jobs._ends
+        each()
+    assert not driver.jobs._ends
+    assert not driver.jobs._live
+
+
+def closing(driver: Driver) -> tuple[SessionId, asyncio.Task[str]]:
+    """A session with a job under way, whose scheduler has said that it closes."""
+    number = opened(driver)
+    common: Any = SimpleNamespace(driver=driver)
+    start: Any = SimpleNamespace()
+    session = SchedulerSession(start, common, Outbox(quiet=False))
+    peer: Any = SimpleNamespace(uid=0)
+    session.live = LiveSession(number, NamespaceId(0), spec(), peer, "engine", 1)
+    driver.jobs.started(number, JOB)
+
+    async def messages() -> AsyncIterator[pb.SessionRequest]:
+        yield pb.SessionRequest(close=pb.CloseSession())
+        raise AssertionError("nothing is read after it")
+
+    return number, asyncio.create_task(session.handle_all(messages()))
+
+
+async def test_a_session_closes_once_its_copies_have_ended(driver: Driver) -> None:
+    """Its engine was told that they are stored, or waits for what they load."""
+    number, closed = closing(driver)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not closed.done()
+    driver._carry_out(end(number))
+    assert await closed == CLOSED
+
+
+async def test_a_copy_that_does_not_end_keeps_no_session_open(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_FLUSH_SECONDS", 0.0)
+    _, closed = closing(driver)
+    assert await closed == CLOSED
+    assert "closes while copies run" in caplog.text
