@@ -237,6 +237,30 @@ async def test_of_what_a_store_said_nothing_the_core_is_told_so() -> None:
 
 
 @on_loop
+async def test_clients_look_below_only_while_a_tier_may_hold_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it was told by a write or by the tier's own figures: with its process both go."""
+    made = tiers([])
+    said: list[bool] = []
+    made._pool = cast(Any, SimpleNamespace(set_below=lambda *, holds_some: said.append(holds_some)))
+    made._rules = (TierRule("own", "nobody:Store"),)
+    made._asked[TIER], made._deleting[TIER] = {}, {}
+    monkeypatch.setattr(made, "_give", lambda *_: True)
+    name = ScopeName(NamespaceId(1), "", "", 0, 0)
+    write = act.WriteToTier(TIER, cast(Any, 1), name, cast(Any, ()), cast(Any, ()))
+    for _ in range(2):
+        made.carry_out(write)
+    made.tier_gone(TIER, "it was killed")
+    assert said == [True, False], "once for each change"
+    made.carry_out(write)
+    made.tier_gone(TIER, "it was killed")
+    made.usage_told(TIER, TierUsage(1, 4096, 0))
+    made.tier_gone(TIER, "it was killed")
+    assert said[2:] == [True, False, True, False]
+
+
+@on_loop
 async def test_what_a_process_was_asked_before_its_end_is_waited_for_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
