@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,7 +75,10 @@ async def test_nothing_is_remembered_of_a_session_that_has_closed(
 ) -> None:
     session = opened(driver)
     driver.jobs.started(session, JOB)
-    last = [lambda: driver._carry_out(end(session)), lambda: driver.close_session(session)]
+    last: list[Callable[[], None]] = [
+        lambda: driver._carry_out(end(session)),
+        lambda: driver.close_session(session),
+    ]
     for each in reversed(last) if closes_first else last:
         assert driver.jobs._ends
         each()

@@ -280,3 +280,15 @@ def test_refusals_leave_the_daemons_memory_as_it_was(
     before = resident_kib(running.pid)
     refuse(300)  # 170 MB of requests
     assert resident_kib(running.pid) - before < 8 * 1024
+
+
+@pytest.mark.parametrize("path", ["/kvd.v1.OperatorService/Status", "/grpc.health.v1.Health/Check"])
+def test_a_call_that_ends_without_its_message_is_told_so(
+    callers: dict[str, Caller], path: str
+) -> None:
+    caller = callers["TOOL"]
+    unsaid: Any = caller.channel.stream_unary(path)  # on the wire it is what a unary call is
+    with pytest.raises(grpc.RpcError) as refused:
+        unsaid(iter(()), timeout=25, metadata=caller.metadata)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == "the call came without a message"
