@@ -114,6 +114,36 @@ def test_each_variable_that_changes_what_is_computed_counts(
     assert config_digest(base.vllm) != before
 
 
+NO_ROPE = {"rope_type": "default"}
+BY_LENGTH: list[dict[str, Any]] = [
+    {"trust_remote_code": True},
+    {"hf_config.attn_temperature_tuning": True},
+    {"hf_config.text_config": {"attn_temperature_tuning": False}},
+    {"hf_config.rope_parameters": {"type": "dynamic"}},
+    {"hf_config.rope_parameters": {"sliding": NO_ROPE, "full": {"rope_type": "longrope"}}},
+    {"hf_config.layers": [NO_ROPE, {"rope": {"rope_type": "su"}}]},
+]
+
+
+@pytest.mark.parametrize(("given", "counts"), [({}, False), *((each, True) for each in BY_LENGTH)])
+def test_the_longest_request_counts_where_what_is_computed_may_depend_on_it(
+    base: Configuration, given: dict[str, Any], counts: bool
+) -> None:
+    def digest(longest: int) -> str:
+        def change(made: VllmConfig) -> None:
+            made.model_config.max_model_len = longest
+            for path, value in given.items():
+                *holders, name = path.split(".")
+                holder: Any = made.model_config
+                for each in holders:
+                    holder = getattr(holder, each)
+                setattr(holder, name, value)
+
+        return digest_with(base, change)
+
+    assert (digest(1024) != digest(2048)) is counts
+
+
 def test_how_a_canvas_is_denoised_counts(base: Configuration) -> None:
     def digest(drawn: dict[str, Any] | None = None, **given: Any) -> str:
         def change(made: VllmConfig) -> None:
