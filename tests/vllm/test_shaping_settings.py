@@ -45,6 +45,7 @@ OTHERS = {
     "kernel_config.linear_backend": "marlin",
     "kernel_config.linear_backend_per_quant": {"nvfp4": "marlin"},
     "kernel_config.moe_backend": "marlin",
+    "mamba_config.enable_stochastic_rounding": True,
 }
 VARIABLES = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": "1",

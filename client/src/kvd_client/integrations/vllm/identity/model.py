@@ -42,6 +42,8 @@ ATTENTION_SETTINGS = (
     "use_non_causal",
     "use_prefill_query_quantization",
 )
+# A state of recurrent layers may be rounded at random as it is written.
+MAMBA_SETTINGS = ("enable_stochastic_rounding",)
 # And of the environment, with what chooses a token's experts and a video's frames: a block's hash
 # has the video's file only.
 SHAPING_VARIABLES = (
@@ -107,6 +109,7 @@ def _kernels(vllm_config: Any) -> dict[str, Any]:
 
     picked = _pick(vllm_config.kernel_config, KERNEL_SETTINGS)
     picked |= _pick(vllm_config.attention_config, ATTENTION_SETTINGS)
+    picked |= _pick(getattr(vllm_config, "mamba_config", None), MAMBA_SETTINGS)
     chosen = {name: value for name, value in picked.items() if value not in ("auto", False)}
     given = tuple(name for name in SHAPING_VARIABLES if os.environ.get(name))
     return chosen | _pick(envs, given)
