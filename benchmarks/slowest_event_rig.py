@@ -239,7 +239,7 @@ class Rig:
         assert not self.pool.cold_reason, self.pool.cold_reason
         self.sessions = self.movers = 0
         with mock.patch.object(self.driver, "call", self.call):
-            self.timed("driver.recover, all events", self.driver.recover)
+            self.timed("driver.recover, all events", lambda: list(self.driver.recover()))
 
     def timed(self, kind: str, work: Callable[[], Any]) -> Any:
         """Do the work and note what it took."""
