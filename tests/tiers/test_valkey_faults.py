@@ -78,14 +78,6 @@ def store(cluster: ValkeyCluster) -> Iterator[ValkeyStore]:
     store.close()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "server", in_cluster=False)
-    server.wait()
-    yield server
-    server.kill()
-
-
 def opened(cluster: ValkeyCluster, **others: str | float) -> ValkeyStore:
     options: dict[str, OptionValue] = {"addresses": cluster.addresses, **others}
     return ValkeyStore({**PATIENCE, **options})

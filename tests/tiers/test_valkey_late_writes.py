@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
 
@@ -18,14 +16,6 @@ from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
 if server_binary() is None:
     pytest.skip("no Valkey server is here", allow_module_level=True)
 PATIENCE = {"request_timeout_seconds": 3.0, "connect_timeout_seconds": 3.0}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "server", in_cluster=False)
-    server.wait()
-    yield server
-    server.kill()
 
 
 class LateRoad:

@@ -283,14 +283,6 @@ def test_nothing_more_goes_out_once_a_line_is_closed() -> None:
 # -- with real servers ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ValkeyServer]:
-    server = ValkeyServer(tmp_path / "server", in_cluster=False)
-    server.wait()
-    yield server
-    server.kill()
-
-
 @contextmanager
 def opened(server: ValkeyServer, **options: object) -> Iterator[ValkeyStore]:
     patience = {"request_timeout_seconds": SECONDS, "connect_timeout_seconds": SECONDS}
