@@ -88,9 +88,10 @@ def test_a_number_of_a_user_is_one_that_kubernetes_takes(chart: helm.Chart, fiel
 def test_a_daemon_that_would_not_own_its_directories_is_refused(
     chart: helm.Chart, mode: str, place: str, key: str, value: str
 ) -> None:
-    said = rf"{place}\.{key} is \S+, but .* belong to {value} 7, .*: leave it out, and set {value}"
-    for other in (8, 0, "7"):
-        with pytest.raises(helm.HelmError, match=said):
+    for other, shown in ((8, "8"), (0, "0"), ("7", '"7"'), (1000680000, "1000680000")):
+        given = rf"{place}\.{key} is {shown}, but "
+        said = rf".* belong to {value} 7, .*: leave it out, and set {value}"
+        with pytest.raises(helm.HelmError, match=given + said):
             chart.render({"mode": mode, value: 7, place: {key: other}}, name="demo")
     documents(chart, {"mode": mode, value: 7, place: {key: 7}})
 

@@ -178,7 +178,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $name := first (get $ours $key) -}}
 {{- $value := last (get $ours $key) -}}
 {{- if ne (toJson $given) (toJson $value) -}}
-{{- fail (printf "%s.%s is %v, but the directories belong to %s %d, whom the daemon must run as: leave it out, and set %s" $place $key $given $name (int64 $value) $name) -}}
+{{- fail (printf "%s.%s is %s, but the directories belong to %s %d, whom the daemon must run as: leave it out, and set %s" $place $key (toJson $given) $name (int64 $value) $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
