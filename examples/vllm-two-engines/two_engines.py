@@ -13,7 +13,9 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -64,7 +66,6 @@ class Node:
         self.daemon = stack.enter_context(Daemon(POOL_BYTES))
         stack.callback(lambda: shutil.copy(self.daemon.log, logs / "kvd.log"))
         say(f"daemon started, pool {POOL_BYTES >> 20} MiB; starting two vLLM servers ...")
-        logs.mkdir(parents=True, exist_ok=True)
         self.engines = []
         for name in ("A", "B"):
             log = logs / f"engine-{name}.log"
@@ -195,7 +196,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=REPOSITORY / ".cache" / "vllm-two-engines", metavar="FOLDER"
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    wrong = _wrong_python(arguments.vllm_python) or _wrong_folder(arguments.output)
+    if wrong:
+        parser.error(wrong)
+    return arguments
+
+
+def _wrong_python(python: str) -> str:
+    """Why the servers can't run by it; "" where they can."""
+    fix = "make .venv-vllm by `.ci/venv vllm`, or name the Python that has vLLM"
+    seeks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        ran = subprocess.run([python, "-c", seeks], cwd=REPOSITORY, check=False)
+    except OSError as error:
+        return f"argument --vllm-python: {python} can't be run ({error.strerror}): {fix}"
+    return f"argument --vllm-python: {python} has no vLLM: {fix}" if ran.returncode else ""
+
+
+def _wrong_folder(folder: Path) -> str:
+    """Why nothing can be left there; "" where it can: the folder is made."""
+    fix = "name a folder that can be made and written to"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"argument --output: {folder} can't be used ({error.strerror}): {fix}"
+    return ""
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -231,7 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, previous)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     figures = arguments.output / "first-token.json"
     rows = [asdict(stage) | {"median_ms": stage.median_ms} for stage in stages]
     figures.write_text(json.dumps({"model": arguments.model, "stages": rows}, indent=1) + "\n")

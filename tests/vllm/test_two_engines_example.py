@@ -67,6 +67,25 @@ def test_ctrl_c_ends_all_that_it_started(tmp_path: Path) -> None:
     assert not living
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("--vllm-python", "/nowhere/python", "can't be run (No such file or directory)"),
+        ("--vllm-python", DAEMON_PYTHON, "has no vLLM"),
+        ("--output", "/dev/null", "can't be used (File exists)"),
+        ("--output", "/proc/nowhere", "can't be used (No such file or directory)"),
+    ],
+)
+def test_what_it_cannot_use_it_says_before_it_starts_anything(
+    flag: str, value: str, why: str, tmp_path: Path
+) -> None:
+    running = start(tmp_path, flag, value)
+    told, _ = running.communicate(timeout=PATIENCE_SECONDS)
+    assert running.returncode == 2
+    assert f"argument {flag}: {value} {why}: " in told
+    assert "preparing the model" not in told
+
+
 def is_alive(process: str) -> bool:
     """Whether a process of `leaks.look` runs: one that nobody has waited for yet does not."""
     try:
