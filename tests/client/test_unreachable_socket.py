@@ -52,6 +52,16 @@ def test_a_directory_that_is_not_mounted_is_told(tmp_path: Path) -> None:
     assert "not mounted" in said
 
 
+def test_a_socket_without_its_companion_is_not_called_missing(tmp_path: Path) -> None:
+    """As where a container has the one file mounted, and not the directory."""
+    path = str(tmp_path / "kvd.sock")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+    said = problem(path)
+    assert "its .companion is not beside it: mount the directory of both" in said
+    assert "no daemon" not in said
+
+
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_what_is_no_socket_is_not_called_missing(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "kvd.sock"

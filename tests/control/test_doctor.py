@@ -371,6 +371,21 @@ def test_a_daemon_whose_socket_was_removed_is_to_be_restarted_not_started(
 
 
 @pytest.mark.usefixtures("quiet")
+def test_a_daemon_whose_companion_socket_was_removed_is_to_be_restarted_not_started(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with daemon() as running:
+        Path(f"{running.socket}.companion").unlink()
+        assert main(["doctor", "--socket", running.socket]) == 3
+        said = capsys.readouterr().out
+        assert f"a daemon answers on {running.socket}, and {running.socket}.companion is" in said
+        assert "systemctl restart kvd" in said
+        assert "start it" not in said
+        assert main(["status", "--socket", running.socket]) == 1
+        assert "its .companion is not beside it" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quiet")
 def test_a_daemon_that_has_the_pool_and_no_socket_is_not_to_be_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

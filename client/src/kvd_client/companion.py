@@ -35,6 +35,10 @@ _FIXES: dict[type[OSError], str] = {
 }
 
 _NO_SOCKET = "it is there and is no socket: name the daemon's (socket_path, KVD_SOCKET)"
+_ALONE = (
+    "the socket is there, and its .companion is not beside it: mount the directory of both, or"
+    " restart the daemon where somebody removed it"
+)
 _CROWDED = "the daemon is stopped, hangs, or has too many callers"
 
 
@@ -47,14 +51,14 @@ def is_something_else(path: str) -> bool:
 
 
 def _misnamed(path: str, error: OSError) -> str | None:
-    """What is wrong with the name itself, where nothing is there."""
+    """What is wrong with the name itself, or beside it, where the companion socket is not there."""
     if not isinstance(error, FileNotFoundError):
         return None
     if path.startswith("unix:"):
         return "name the socket by its path alone, without unix:"
     if path.endswith(".companion"):
         return "name the socket without .companion"
-    return None
+    return _ALONE if os.path.lexists(path) else None
 
 
 class CompanionRefused(Exception):

@@ -283,6 +283,14 @@ def _socket(on: Subject) -> Iterator[Diagnosis]:
 
 def _no_socket(on: Subject) -> Diagnosis:
     """Of a daemon that has the settings' pool, and no socket there: it can't be started again."""
+    if _is_answered(on):
+        problem = f"a daemon answers on {on.config.socket}, and {on.config.companion_socket} is"
+        problem += " not there: somebody removed it, or it is not mounted here"
+        return Diagnosis(
+            "socket",
+            problem,
+            "restart the daemon (systemctl restart kvd), or mount the directory of both",
+        )
     problem = f"no daemon has its socket at {on.config.socket}"
     named = "name its socket (--socket, KVD_SOCKET, --config)"
     holder = holder_of(on.pool.directory)
