@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
@@ -44,10 +45,22 @@ def finds_no_thread(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and _NO_THREAD in str(error)
 
 
+class ComplaintHandler(logging.Handler):
+    """Says in the daemon's log what a library warns of, or a store of a site's own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it, and a traceback where there is one."""
+        try:
+            log_limited(self.format(record))
+        except Exception:  # noqa: BLE001 - as logging's own do
+            self.handleError(record)
+
+
 def introduce(title: str) -> None:
-    """Say from now on who complains."""
+    """Say from now on who complains; so do warnings by `logging`, where nobody else takes them."""
     global _title
     _title = title
+    logging.lastResort = ComplaintHandler(logging.WARNING)
 
 
 def log_limited(message: str) -> None:

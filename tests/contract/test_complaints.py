@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ def test_a_process_complains_so_often_and_then_once_in_a_while(
     monkeypatch.setattr(complaints, "_said", 0)
     monkeypatch.setattr(complaints, "_began", time.monotonic())
     monkeypatch.setattr(complaints, "_title", "mover")
+    monkeypatch.setattr(logging, "lastResort", logging.lastResort)
     complaints.introduce("tier 3")
     for number in range(MAX_COMPLAINTS + 50):
         log_limited(f"number {number}")
@@ -33,12 +35,14 @@ def test_a_process_complains_so_often_and_then_once_in_a_while(
 
 
 SAYS_LITTLE = """
-import os
+import logging, os
 from kvd.processes.child import bind_life_to
 from kvd.processes.complaints import introduce, log_limited
 bind_life_to(os.getppid())
 introduce("tier disk")
 log_limited("its place is gone\\nfor good")
+logging.getLogger("store").warning("its index is %s", "full")
+logging.getLogger("store").info("all is well")
 """
 
 
@@ -49,10 +53,12 @@ def test_the_journal_takes_what_a_process_complains_of_for_warnings(tmp_path: Pa
         environment = {**os.environ, "JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
         command = [sys.executable, "-c", SAYS_LITTLE]
         subprocess.run(command, check=True, stderr=log, env=environment)
-    first, second = (tmp_path / "log").read_text().splitlines()
+    first, second, third = (tmp_path / "log").read_text().splitlines()
     assert first.startswith("<4>kvd tier disk ")
     assert first.endswith(": its place is gone")
     assert second == "<4>for good"
+    assert third.startswith("<4>kvd tier disk ")  # of a store's own `logging`
+    assert third.endswith(": its index is full")
 
 
 SAYS_MUCH = """

@@ -163,7 +163,7 @@ def test_many_disks_that_refuse_keep_no_tier_from_its_start(
     clock, real = Clock(), IndexFile._read
 
     def refuse(self: IndexFile) -> Known:
-        if is_the_old_one(self._path.parent):
+        if is_the_old_one(self.path.parent):
             raise Refused("disk I/O error")
         return real(self)
 

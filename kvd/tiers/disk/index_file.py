@@ -86,7 +86,7 @@ class IndexFile:
     """The file of one slab. One thread at a time."""
 
     def __init__(self, path: Path, identity: bytes) -> None:
-        self._path, self._identity = path, identity
+        self.path, self._identity = path, identity
         self._db: sqlite3.Connection | None = None
         self._standing = Standing(())
 
@@ -99,30 +99,30 @@ class IndexFile:
 
         Where the disk refuses, it is tried again until then: all is lost with an index.
         """
-        was_there = self._path.exists()
+        was_there = self.path.exists()
         try:
             return self._read_patiently(until)
         except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
-            if self._path.is_file() and not self._in_the_way() and _is_no_file_to_be_had(error):
+            if self.path.is_file() and not self._in_the_way() and _is_no_file_to_be_had(error):
                 self.close()
                 raise TierUnusable(
-                    f"{self._path} can't be opened ({error}): {_MORE_FILES}"
+                    f"{self.path} can't be opened ({error}): {_MORE_FILES}"
                 ) from error
             try:
                 self.set_aside()
-                log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
+                log.warning("%s is set aside, and its blocks are lost: %s", self.path, error)
                 known = self._read()
             except (OSError, sqlite3.Error) as again:
                 self.close()
                 lacks_room = _is_no_file_to_be_had(again) and not self._in_the_way()
                 what = _MORE_FILES if lacks_room else _REMOVE
                 raise TierUnusable(
-                    f"directories: {self._path} can't be made ({again}): {what}"
+                    f"directories: {self.path} can't be made ({again}): {what}"
                 ) from again
             return replace(known, was_lost=was_there)
         except OSError as error:
             self.close()
-            raise TierUnusable(f"{self._path} can't be opened: {error.strerror}") from error
+            raise TierUnusable(f"{self.path} can't be opened: {error.strerror}") from error
 
     def commit(self, changes: Changes, *, durable: bool = False) -> None:
         """Write all or nothing. Durable: it is on the disk then. sqlite3.Error."""
@@ -157,24 +157,24 @@ class IndexFile:
         except BaseException:
             self.close()
             self._remove_logs()
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise
 
     def _in_the_way(self) -> bool:
         """Whether something that is no file has the name of one of SQLite's."""
-        files = [self._path.with_name(self._path.name + suffix) for suffix in ("", *_LOGS)]
+        files = [self.path.with_name(self.path.name + suffix) for suffix in ("", *_LOGS)]
         return any(each.exists() and not each.is_file() for each in files)
 
     def _remove_logs(self) -> None:
         for suffix in _LOGS:
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
     def set_aside(self) -> None:
         """No later start finds these rows. OSError."""
         self.close()
         self._remove_logs()
         with contextlib.suppress(FileNotFoundError):
-            self._path.rename(self._path.with_name(self._path.name + ".set-aside"))
+            self.path.rename(self.path.with_name(self.path.name + ".set-aside"))
 
     def close(self) -> None:
         if self._db is not None:
@@ -195,10 +195,10 @@ class IndexFile:
 
     def _read(self) -> Known:
         db = self._db = sqlite3.connect(
-            self._path, timeout=0, isolation_level=None, check_same_thread=False
+            self.path, timeout=0, isolation_level=None, check_same_thread=False
         )
-        self._path.chmod(0o600)
-        self._standing = Standing((self._path,))  # it may grow, and is never cut short
+        self.path.chmod(0o600)
+        self._standing = Standing((self.path,))  # it may grow, and is never cut short
         db.execute("PRAGMA locking_mode=EXCLUSIVE")  # no memory shared with anybody
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")

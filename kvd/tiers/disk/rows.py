@@ -139,7 +139,7 @@ class RowWriter:
                 try:
                     self._write()
                 except sqlite3.Error as error:
-                    log.warning("the last rows of a disk's index are lost: %s", error)
+                    log.warning("%s: the last rows are lost: %s", self._file.path, error)
             self._file.close()
 
     def _look(self) -> None:
@@ -168,7 +168,7 @@ class RowWriter:
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
-            log.warning("a disk's index can't be written, and is tried again: %s", error)
+            log.warning("%s can't be written, and is tried again: %s", self._file.path, error)
         with self._lock:
             behind = len(self._waiting.rows)
         if behind > MAX_ROWS_BEHIND or now - self._failing_since > GIVE_UP_S:
@@ -194,7 +194,7 @@ class RowWriter:
             self._give_up(str(error))
             return
         self._failing_since = None
-        log.warning("a disk's index is written again")
+        log.warning("%s is written again", self._file.path)
 
     def _give_up(self, why: str) -> None:
         self.is_lost = True
@@ -205,7 +205,7 @@ class RowWriter:
         except OSError as error:
             self._is_stale = True
             why = f"{why}; {error}"
-        log.warning("a disk's index is given up until it can be written again: %s", why)
+        log.warning("%s is given up until it can be written again: %s", self._file.path, why)
 
     def _write(self, *, durable: bool = False) -> None:
         with self._lock:
