@@ -201,6 +201,17 @@ def test_a_tier_that_ends_again_and_again_is_not_well_while_it_serves(
         assert any("2 times in a row" in each and "SIGKILL" in each for each in lines) is said
 
 
+def test_what_a_tier_notes_while_it_serves_is_told(place: Path) -> None:
+    """As of a disk that somebody else has filled, or that the kernel made read-only."""
+    on = subject(place)
+    assert on.status is not None
+    before = findings(on)
+    on.status.tiers.add(name="disk", serving=True, notes=["/data: writes fail: it is full"])
+    (found,) = (found for found in findings(on) if found not in before)
+    assert found.problem == "tier disk: /data: writes fail: it is full"
+    assert not found.is_fault
+
+
 @pytest.mark.parametrize(
     ("count", "every", "said"),
     [(0, False, ""), (1, False, "1 namespace,"), (2, False, "2 namespaces,"), (0, True, "every ")],

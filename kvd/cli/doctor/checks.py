@@ -525,6 +525,9 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
             yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
         elif tier.short_lives > 1:
             yield Diagnosis("tiers", how_it_flaps(tier), "docs/tiers.md; the log says more")
+        for note in tier.notes:
+            problem = f"tier {tier.name}: {note}"
+            yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more", is_fault=False)
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Diagnosis]], ...] = (
