@@ -56,7 +56,7 @@ def test_a_daemon_that_refuses_is_not_called_an_absent_one(
     daemon.start()
     Rank(daemon.socket, options=PATIENT | {"register_wait_s": 3.0}).close()
     [said] = [line for line in caplog.messages if "it is tried again" in line]
-    assert "not usable yet (PERMISSION_DENIED: the policy gives uid" in said
+    assert "not usable yet (PERMISSION_DENIED: no tenant has uid" in said
     assert "no daemon" not in said
 
 

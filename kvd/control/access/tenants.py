@@ -67,7 +67,11 @@ class TenantPolicy:
         """The tenant that the caller asks for, or its default; PermissionDenied otherwise."""
         allowed = self.tenants_of(peer)
         if not allowed:
-            raise PermissionDenied(f"the policy gives uid {peer.uid} no tenant", "tenant")
+            raise PermissionDenied(
+                f"no tenant has uid {peer.uid} or gid {peer.credentials.gid}: name one of them in"
+                " `uids` or `gids` of a tenant in the daemon's settings, and reload them",
+                "tenant",
+            )
         if not wanted:
             return allowed[0]
         if wanted not in allowed:
