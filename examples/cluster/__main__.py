@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def up(options: argparse.Namespace) -> int:
             cluster.end()
             print(error, file=sys.stderr)
             return 1
+        except KeyboardInterrupt:  # `down` would not know of them
+            cluster.end()
+            print("interrupted; what was started has ended", file=sys.stderr)
+            return 130
         processes = [[pid, start_time_of(pid)] for pid in pids]
         running = {"master": cluster.address, "processes": processes}
         STATE.write_text(json.dumps(running))
@@ -101,13 +106,28 @@ def _end(pid: int, started: int) -> None:
         time.sleep(0.05)
 
 
+def _number(greatest: int) -> Callable[[str], int]:
+    """Reads a flag's whole number, from 1 on."""
+
+    def read(word: str) -> int:
+        if not word.isdecimal() or not 1 <= int(word) <= greatest:
+            raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 to {greatest}")
+        return int(word)
+
+    return read
+
+
 def main() -> int:
     """Do what the command line says."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = argparse.ArgumentParser(prog="python -m examples.cluster", description=__doc__)
+    port = _number(65535)
     parser.add_argument("what", choices=("up", "down"))
-    parser.add_argument("--megabytes", type=int, default=1024, help="that the node lends (1024)")
-    parser.add_argument("--port", type=int, default=RPC_PORT, help=f"of the master ({RPC_PORT})")
-    parser.add_argument("--metrics-port", type=int, default=METRICS_PORT, help=f"({METRICS_PORT})")
+    parser.add_argument(
+        "--megabytes", type=_number(1 << 30), default=1024, help="that the node lends (1024)"
+    )
+    parser.add_argument("--port", type=port, default=RPC_PORT, help=f"of the master ({RPC_PORT})")
+    parser.add_argument("--metrics-port", type=port, default=METRICS_PORT, help=f"({METRICS_PORT})")
     options = parser.parse_args()
     return down() if options.what == "down" else up(options)
 
