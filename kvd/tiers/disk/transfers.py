@@ -1,4 +1,4 @@
-"""FileRuns blocks between the pool and a slab, on a few threads, and proves what was read."""
+"""Moves blocks between the pool and a slab, on a few threads, and proves what was read."""
 
 from __future__ import annotations
 

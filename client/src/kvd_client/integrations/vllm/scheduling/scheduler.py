@@ -578,7 +578,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
                 self._rewind(status, missing)
 
     def _rewind(self, status: RequestOffloadState, keys: set[OffloadKey]) -> None:
-        """OfferedBlocks from the first of these on again.
+        """Offer from the first of these on again.
 
         Not in a group with a window: what was offered there may be another request's by now,
         and vLLM does not look back for that.
