@@ -201,17 +201,16 @@ class DiskSizeClass:
         idle = (states == PlaceState.FREE) | (states == PlaceState.READY)
         return bool(idle.all()) and not self.pins[span].any()
 
-    def give_up(self, number: int) -> tuple[int, Slots]:
-        """Let go of a region that it may give up: its number in the slab, and who had to leave."""
+    def give_up(self, number: int) -> int:
+        """Let go of a region that it may give up; its number in the slab."""
         places = self.places_of(number)
-        left = places[self.states[places] == PlaceState.READY]
-        self.take_out(left)
+        self.take_out(places[self.states[places] == PlaceState.READY])
         gone = set(places.tolist())
         self._free = [place for place in self._free if place not in gone]
         self.states[places] = PlaceState.FREE
         region = int(self.regions[number])
         self.regions[number] = NO_REGION
-        return region, left
+        return region
 
     def offsets(self, places: Slots, region_bytes: int) -> Slots:
         """Where places begin, from the first region's beginning on."""

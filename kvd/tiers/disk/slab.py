@@ -53,7 +53,7 @@ class Slab:
         self._fd, self.is_direct = self._open(options.direct)
         try:
             self._reserve()
-            self.identity, self.is_new = self._begin(taken)
+            self.identity = self._begin(taken)
         except BaseException:
             self.close()
             raise
@@ -161,8 +161,9 @@ class Slab:
         if size - has > free * there.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _begin(self, taken: Collection[bytes]) -> tuple[bytes, bool]:
-        """The slab's identity, and whether it was given to it now."""
+    def _begin(self, taken: Collection[bytes]) -> bytes:
+        """The slab's identity; a new one where it has none that counts."""
+        identity: bytes
         with self._one_block() as view:
             try:
                 self.read([view], 0)
@@ -171,7 +172,7 @@ class Slab:
             magic, version, region_bytes, identity = _HEADER.unpack_from(view)
             known = (magic, version, region_bytes) == (_MAGIC, _VERSION, self._region_bytes)
             if known and any(identity) and identity not in taken:
-                return identity, False
+                return identity
             if identity in taken:
                 log.warning("%s is a copy of another disk's: its blocks are lost", self._path)
             elif any(view):
@@ -184,7 +185,7 @@ class Slab:
                 self.sync()
             except OSError as error:
                 raise self._unusable("can't be written to", error) from error
-        return identity, True
+        return identity
 
     @contextlib.contextmanager
     def _one_block(self) -> Iterator[memoryview]:

@@ -74,7 +74,7 @@ class DiskSpace:
         # The class tells who left while it still knows where they lay.
         places = other.places_of(number)
         self._note(other, places[other.states[places] != 0])
-        region, _ = other.give_up(number)
+        region = other.give_up(number)
         if not (other.regions != NO_REGION).any():
             del self.classes[other.stride]
         return region
