@@ -159,8 +159,10 @@ class DiskSizeClass:
         """Have up to `count` blocks leave; their places, which are not free yet."""
         victims = self.policy.evict(min(count, len(self.index)), self._evictable)
         if victims is None:
-            held = np.count_nonzero((self.pins > 0) & (self.states == PlaceState.READY))
-            victims = self.policy.evict(max(0, len(self.index) - int(held)), self._evictable)
+            span = self.in_use()  # of all places there may be a hundred million
+            held = (self.pins[span] > 0) & (self.states[span] == PlaceState.READY)
+            evictable = len(self.index) - int(np.count_nonzero(held))
+            victims = self.policy.evict(max(0, evictable), self._evictable)
         if victims is None or not victims.size:
             return np.zeros(0, np.int64)
         self.index.remove(victims)
