@@ -3,7 +3,7 @@
 A class holds whole regions of the slab, cut into places of its size. Places are numbered densely,
 so that the arrays take memory only for regions that the class has had.
 
-Memory, a block: 39 bytes here, 25 in the index, 16 to 24 with the policy "lru" (see `lru`), what
+Memory, a block: 43 bytes here, 25 in the index, 16 to 24 with the policy "lru" (see `lru`), what
 its hash is long and one where it was asked for since the start, and for the rows that wait to be
 written about 200 bytes each, of a bounded number.
 """
@@ -47,6 +47,7 @@ class DiskSizeClass:
         most = max(1, min(regions, MAX_PLACES // self.per_region))
         self.size = most * self.per_region
         self.regions = np.full(most, NO_REGION, dtype=np.int64)  # by the class's own number
+        self._taken = np.zeros(most, dtype=np.int64)  # of each region's places, how many
         self.states = sparse_zeros(self.size, np.uint8)
         self.pins = sparse_zeros(self.size, np.uint16)
         self.scopes: U32 = sparse_zeros(self.size, np.uint32)
@@ -58,7 +59,8 @@ class DiskSizeClass:
         self._hashes: list[U64] = []  # its words, each of all places, as many as were needed
         self.index = Index(self)
         self.policy: EvictionPolicy = make_policy(policy, self._capacity, PolicyMemory(self.size))
-        self._free: list[int] = []
+        self.free_places = 0
+        self._free: U32 = sparse_zeros(self.size, np.uint32)  # so many of the first
 
     @property
     def tags(self) -> U64:
@@ -73,10 +75,6 @@ class DiskSizeClass:
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def free_places(self) -> int:
-        return len(self._free)
 
     # -- where blocks are -------------------------------------------------------------------
 
@@ -138,13 +136,14 @@ class DiskSizeClass:
 
     def take(self, count: int) -> Slots:
         """Up to `count` free places, neighbours if it can be; they are being written to now."""
-        count = min(count, len(self._free))
-        taken = np.array(self._free[len(self._free) - count :], dtype=np.int64)
-        del self._free[len(self._free) - count :]
+        left = max(0, self.free_places - count)
+        taken = np.sort(self._free[left : self.free_places]).astype(np.int64)
+        self.free_places = left
         self.states[taken] = PlaceState.WRITING
+        np.add.at(self._taken, taken // self.per_region, 1)
         self.hash_bytes[taken] = 0
         self.pins[taken] = 1  # the writer's
-        return np.sort(taken)
+        return taken
 
     def free_the_rest(self) -> None:
         """What no block was laid into at the start is free."""
@@ -153,7 +152,9 @@ class DiskSizeClass:
     def free(self, places: Slots) -> None:
         """Nothing is in them any more, and nobody reads or writes them."""
         self.states[places] = PlaceState.FREE
-        self._free.extend(np.sort(places)[::-1].tolist())
+        np.subtract.at(self._taken, places // self.per_region, 1)
+        first, self.free_places = self.free_places, self.free_places + len(places)
+        self._free[first : self.free_places] = np.sort(places)[::-1]
 
     def evict(self, count: int) -> Slots:
         """Have up to `count` blocks leave; their places, which are not free yet."""
@@ -184,17 +185,25 @@ class DiskSizeClass:
     def begin_with(self, regions: Slots) -> None:
         """Have these regions, in this order, at the start; none of their places is free yet."""
         self.regions[: len(regions)] = regions
+        self._taken[: len(regions)] = self.per_region
 
     def add_region(self, region: int) -> None:
         """Its places are free."""
         number = int(np.flatnonzero(self.regions == NO_REGION)[0])
         self.regions[number] = region
-        first = number * self.per_region
-        self.free(np.arange(first, first + self.per_region))
+        self._taken[number] = self.per_region
+        self.free(self.places_of(number))
 
     def places_of(self, number: int) -> Slots:
         """All places of the region that has this number in the class."""
         return np.arange(number * self.per_region, (number + 1) * self.per_region)
+
+    def empty_region(self) -> int | None:
+        """The number of a region that holds nothing; of all there may be some ten thousand."""
+        if self.free_places < self.per_region:
+            return None
+        empty = np.flatnonzero((self._taken == 0) & (self.regions != NO_REGION))
+        return int(empty[0]) if empty.size else None
 
     def may_give_up(self, number: int) -> bool:
         """Whether nobody reads or writes in a region."""
@@ -207,9 +216,12 @@ class DiskSizeClass:
         """Let go of a region that it may give up; its number in the slab."""
         places = self.places_of(number)
         self.take_out(places[self.states[places] == PlaceState.READY])
-        gone = set(places.tolist())
-        self._free = [place for place in self._free if place not in gone]
+        free = self._free[: self.free_places]
+        kept = free[(free < places[0]) | (free > places[-1])]
+        self.free_places = len(kept)
+        self._free[: len(kept)] = kept
         self.states[places] = PlaceState.FREE
+        self._taken[number] = 0
         region = int(self.regions[number])
         self.regions[number] = NO_REGION
         return region

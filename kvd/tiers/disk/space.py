@@ -100,11 +100,9 @@ class DiskSpace:
 
 def _idle_region(size_class: DiskSizeClass) -> tuple[int, int] | None:
     """When a region was last used that may be given up, and its number; an empty one if any."""
-    held = np.flatnonzero(size_class.regions != NO_REGION)
-    if size_class.free_places >= size_class.per_region:
-        for number in held.tolist():
-            if not size_class.states[size_class.places_of(number)].any():
-                return -1, number
+    empty = size_class.empty_region()
+    if empty is not None:
+        return -1, empty
     place = size_class.coldest()
     if place is None:
         return None
