@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvd_client.batches import BlockBatches, SoughtKeys
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.sglang.hits import PoolHits, fold
+from kvd_client.integrations.sglang.hits import PoolHits, fold, leading
 from kvd_client.integrations.sglang.namespace import (
     build_namespace,
     keys_of,
@@ -207,7 +207,7 @@ class KvdHiCache(HiCacheStorage):
         if place is None:
             return len(keys) if self._is_anchor_logical and self._places else 0
         wanted = SoughtKeys(place.group, keys_of(keys), _before(extra_info))
-        return _leading(place.batches.find([wanted])[0])
+        return leading(place.batches.find([wanted])[0])
 
     def batch_exists_v2(
         self,
@@ -230,7 +230,7 @@ class KvdHiCache(HiCacheStorage):
             name = _name(transfer.name)
             questions.append((name, SoughtKeys(self._group(name), own, first, is_leading)))
         found = self._find(questions)
-        kv_pages = len(keys) if self._is_anchor_logical else _leading(found[0])
+        kv_pages = len(keys) if self._is_anchor_logical else leading(found[0])
         flags = found if self._is_anchor_logical else found[1:]
         pools = [
             PoolHits(
@@ -449,10 +449,6 @@ def _name(name: Any) -> str:
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
     """How many pages of the sequence come before the call's."""
     return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
-
-
-def _leading(flags: Flags) -> int:
-    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _no_flags(count: int) -> Flags:

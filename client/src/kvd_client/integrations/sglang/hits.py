@@ -35,13 +35,13 @@ def fold(kv_pages: int, pools: Iterable[PoolHits]) -> tuple[list[int], dict[str,
     for pool in pools:
         match pool.policy:
             case "all_pages":
-                boundary = _leading(pool.flags[:kv_pages])
+                boundary = leading(pool.flags[:kv_pages])
                 own = np.arange(kv_pages + 1) <= boundary
             case "trailing_pages":
                 own = _windows(pool.flags[:kv_pages], max(1, pool.trailing))
                 boundary = int(np.flatnonzero(own)[-1]) if own.any() else 0
             case "block_groups":
-                groups = _leading(pool.flags) // max(1, pool.group_pages)
+                groups = leading(pool.flags) // max(1, pool.group_pages)
                 boundaries[pool.name] = groups * pool.block_pages
                 continue
             case _:
@@ -60,5 +60,6 @@ def _windows(flags: Flags, width: int) -> Flags:
     return whole
 
 
-def _leading(flags: Flags) -> int:
+def leading(flags: Flags) -> int:
+    """How many flags are set, from the first on."""
     return len(flags) if flags.all() else int(np.argmin(flags))
