@@ -39,7 +39,7 @@ from kvd.mover.transfers import TransferProgress, TransferQueue
 from kvd.processes import extras
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
 from kvd.processes.complaints import log_limited, why_no_thread
-from kvd.processes.framing import BadFrame, FrameReader
+from kvd.processes.framing import BadFrame, FrameReader, pack_number, unpack_number
 from kvd_proto.board import BoardRecord, BoardWriter
 from kvd_proto.layout import LANE_MOVER
 from kvd_proto.ring import RingReader
@@ -174,14 +174,14 @@ class MoverLoop:
             case FrameKind.READY:
                 self._queue.mark_ready(frames.unpack_jobs(body))
             case FrameKind.REVOKE:
-                revoked = self._queue.revoke(frames.unpack_number(body))
+                revoked = self._queue.revoke(unpack_number(body))
                 if revoked is not None:
                     self._report(revoked.order, TransferOutcome.REVOKED)
                     self._rows.release(revoked.extents)
             case FrameKind.MAP_ROW:
                 self._map_row(*frames.unpack_row(body))
             case FrameKind.UNMAP_ROW:
-                self._rows.retire(RowId(frames.unpack_number(body)))
+                self._rows.retire(RowId(unpack_number(body)))
             case FrameKind.STOP:
                 self._stopping = True
                 self._stop_word[0] = 1
@@ -357,7 +357,7 @@ class MoverLoop:
         self._control.send(FrameKind.FINISHED, frames.pack_finished(finished))
 
     def _report_unmapped(self, row: RowId) -> None:
-        self._control.send(FrameKind.ROW_UNMAPPED, frames.pack_number(row))
+        self._control.send(FrameKind.ROW_UNMAPPED, pack_number(row))
 
     # -- the warming thread -----------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class MoverLoop:
                 self._engine.warm_extent(extent, self._keeps(extent))
                 self._rows.release((extent,))
             self.report_facts()
-            self._control.send(FrameKind.ROW_WARM, frames.pack_number(row))
+            self._control.send(FrameKind.ROW_WARM, pack_number(row))
 
     def report_facts(self) -> None:
         """Tell control how copies are made, unless it knows. Any thread."""

@@ -90,7 +90,6 @@ class TransferOrder:
     parts: tuple[LocatedPart, ...]
 
 
-_WORD = struct.Struct("<Q")
 _ROW = struct.Struct("<QQ")
 _TRANSFER = struct.Struct("<QIII4x")  # ..., kind, how many jobs, how many parts
 _PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 1 with checksums
@@ -199,14 +198,6 @@ def pack_row(row: int, extent: int) -> bytes:
 def unpack_row(body: bytes) -> tuple[RowId, int]:
     row, extent = _ROW.unpack_from(body)
     return RowId(row), extent
-
-
-def pack_number(number: int) -> bytes:
-    return _WORD.pack(number)
-
-
-def unpack_number(body: bytes) -> int:
-    return int(_WORD.unpack_from(body)[0])
 
 
 def pack_jobs(jobs: Sequence[int]) -> bytes:

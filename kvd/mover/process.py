@@ -26,7 +26,7 @@ from kvd.mover.layout import (
     MoverConfig,
     Region,
 )
-from kvd.processes.framing import BadFrame, frame
+from kvd.processes.framing import BadFrame, frame, pack_number, unpack_number
 from kvd.processes.launch import Launched, how_it_ended, launch
 from kvd.processes.parent import OwnedProcess, ProcessStartError
 from kvd_proto.board import BoardRecord, BoardWriter, create_board, seal_board
@@ -187,7 +187,7 @@ class MoverProcess(OwnedProcess):
     def unmap_row(self, row: RowId) -> None:
         """Have the row unmapped once no transfer uses it; answered by row_unmapped."""
         self._unmapping[row] += 1
-        self._write(FrameKind.UNMAP_ROW, frames.pack_number(row))
+        self._write(FrameKind.UNMAP_ROW, pack_number(row))
 
     def start_transfer(
         self,
@@ -224,7 +224,7 @@ class MoverProcess(OwnedProcess):
 
     def revoke(self, transfer: TransferId) -> None:
         """Give up a transfer that has not started; answered by transfer_finished either way."""
-        self._write(FrameKind.REVOKE, frames.pack_number(transfer))
+        self._write(FrameKind.REVOKE, pack_number(transfer))
 
     def mark_ready(self, *jobs: JobId) -> None:
         """The worker's half of these is there: what the ready ring says, by another way.
@@ -330,7 +330,7 @@ class MoverProcess(OwnedProcess):
 
 def _take_one(asked: Counter[RowId], body: bytes) -> RowId:
     """The row that an answer names, which is asked for once less. BadFrame where it was not."""
-    row = RowId(frames.unpack_number(body))
+    row = RowId(unpack_number(body))
     if not asked[row]:
         raise BadFrame(f"an answer about row {row}, of which nothing was asked")
     asked[row] -= 1

@@ -17,6 +17,7 @@ MAX_FRAME_BYTES = 16 << 20
 MAX_TEXT_CHARS = 1000  # of what a process says in words; the rest is cut off
 
 _HEADER = struct.Struct("<II")
+_NUMBER = struct.Struct("<Q")
 
 Kind = TypeVar("Kind", bound=enum.IntEnum)
 Refused = TypeVar("Refused")
@@ -33,6 +34,16 @@ def frame(kind: enum.IntEnum, body: bytes = b"") -> bytes:
     if length > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
     return _HEADER.pack(length, kind) + body + b"\0" * padding
+
+
+def pack_number(number: int) -> bytes:
+    """The body of a frame that says a number and nothing else."""
+    return _NUMBER.pack(number)
+
+
+def unpack_number(body: bytes) -> int:
+    """The inverse. struct.error where the body is too short for one."""
+    return int(_NUMBER.unpack_from(body)[0])
 
 
 def clean_text(value: object) -> str:

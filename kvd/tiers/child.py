@@ -32,7 +32,7 @@ from kvd.processes.complaints import (
     log_limited,
     why_no_thread,
 )
-from kvd.processes.framing import BadFrame, FrameReader
+from kvd.processes.framing import BadFrame, FrameReader, pack_number, unpack_number
 from kvd.processes.mappings import Bytes
 from kvd.tiers import frames, sums
 from kvd.tiers.departures import Departures
@@ -147,7 +147,7 @@ class TierLoop:
             case _ if kind in ORDERS:
                 self._accept(frames.unpack_order(kind, body))
             case TierFrame.CALL_OFF:
-                work = self._lanes.withdraw(OrderId(frames.unpack_number(body)))
+                work = self._lanes.withdraw(OrderId(unpack_number(body)))
                 if work is not None:
                     self._refuse(work, ProcessReason.LATE)
             case TierFrame.ASK_USAGE:
@@ -188,7 +188,7 @@ class TierLoop:
         self._control.send(TierFrame.ANSWER, frames.pack_answer(answer))
 
     def _report_unmapped(self, row: RowId) -> None:
-        self._control.send(TierFrame.ROW_UNMAPPED, frames.pack_number(row))
+        self._control.send(TierFrame.ROW_UNMAPPED, pack_number(row))
 
     # -- the threads that call --------------------------------------------------------------
 

@@ -396,14 +396,6 @@ def _blocks(source: _Body) -> PlacedBlocks:
     return PlacedBlocks(scope, keys, extents, offsets, tuple(part_bytes.tolist()), sums)
 
 
-def pack_number(number: int) -> bytes:
-    return _WORD.pack(number)
-
-
-def unpack_number(body: bytes) -> int:
-    return int(_WORD.unpack_from(body)[0])
-
-
 def pack_row(row: RowId, extents: Sequence[int]) -> bytes:
     return _WORD.pack(row) + _WORD.pack(len(extents)) + _packed(np.array(extents), "<u8")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvd.core.keys import RowId, TierId
 from kvd.core.model.tiers import TenantShare
-from kvd.processes.framing import BadFrame, frame
+from kvd.processes.framing import BadFrame, frame, pack_number, unpack_number
 from kvd.processes.launch import how_it_ended, launch
 from kvd.processes.parent import OwnedProcess, ProcessStartError
 from kvd.tiers import frames
@@ -279,7 +279,7 @@ class TierProcess(OwnedProcess):
 
     def _pass_deadline(self, given: _Given) -> None:
         given.state = OrderState.LATE
-        self._write(TierFrame.CALL_OFF, frames.pack_number(given.order.order))
+        self._write(TierFrame.CALL_OFF, pack_number(given.order.order))
         given.timer = self._loop.call_later(self.late_s, self._look_again, given)
         if given.order.kind not in COPIES:
             self._tell(TierAnswer(given.order.order, OrderEnd.FAILED, reason=ProcessReason.LATE))
@@ -323,7 +323,7 @@ class TierProcess(OwnedProcess):
                 if usage.notes:
                     self._look_at_notes_later()
             case TierFrame.ROW_UNMAPPED:
-                row = RowId(frames.unpack_number(body))
+                row = RowId(unpack_number(body))
                 if row not in self._unmapping:
                     raise BadFrame(f"row {row} was not to be unmapped")
                 self._unmapping.pop(row).cancel()

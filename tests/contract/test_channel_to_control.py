@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import tracemalloc
 
-from kvd.mover.frames import FrameKind, pack_number
+from kvd.mover.frames import FrameKind
 from kvd.processes.child import ChannelToControl
-from kvd.processes.framing import MAX_FRAME_BYTES, FrameReader, frame
+from kvd.processes.framing import MAX_FRAME_BYTES, FrameReader, frame, pack_number
 
 
 def test_receipts_take_no_memory() -> None:

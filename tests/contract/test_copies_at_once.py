@@ -20,7 +20,7 @@ from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 from kvd.processes.child import ChannelToControl
-from kvd.processes.framing import FrameReader, frame
+from kvd.processes.framing import FrameReader, frame, pack_number
 from kvd.processes.mappings import ExtentFiles
 from kvd_proto.board import BoardWriter, create_board
 from kvd_proto.layout import LANE_MOVER
@@ -200,11 +200,11 @@ def test_a_copy_that_waits_for_its_turn_can_be_revoked(tmp_path: Path, kind: Job
         first = engine.touched[0]
         others = {0, 1, 2} - {first}
         for number in others:
-            control.send(FrameKind.REVOKE, frames.pack_number(number))
+            control.send(FrameKind.REVOKE, pack_number(number))
         ended = control.ends(2, TransferOutcome.REVOKED)
         assert {end.transfer for end in ended} == others
-        control.send(FrameKind.REVOKE, frames.pack_number(first))  # too late
-        control.send(FrameKind.UNMAP_ROW, frames.pack_number(1))
+        control.send(FrameKind.REVOKE, pack_number(first))  # too late
+        control.send(FrameKind.UNMAP_ROW, pack_number(1))
         engine.go_on.set()
         assert [end.transfer for end in control.ends(1)] == [first]
     assert engine.touched == [first]

@@ -33,7 +33,6 @@ from kvd.mover.frames import (
     FrameKind,
     Refusal,
     pack_finished,
-    pack_number,
     pack_refusal,
     unpack_refusal,
 )
@@ -48,7 +47,7 @@ from kvd.mover.process import (
     Region,
 )
 from kvd.processes import parent
-from kvd.processes.framing import MAX_TEXT_CHARS, BadFrame, frame
+from kvd.processes.framing import MAX_TEXT_CHARS, BadFrame, frame, pack_number
 from kvd.tiers import frames as tier_frames
 from kvd_proto import layout
 from kvd_proto.limits import MAX_IDS

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvd.processes import parent
-from kvd.processes.framing import MAX_TEXT_CHARS, BadFrame, frame
+from kvd.processes.framing import MAX_TEXT_CHARS, BadFrame, frame, pack_number
 from kvd.tiers import frames
 from kvd.tiers.frames import Order, TierFrame, TierHello, TierLeft, TierRefusal
 from kvd.tiers.process import (
@@ -65,7 +65,7 @@ def _usage(**changes: Any) -> bytes:
         frame(TierFrame.ANSWER, _answer(end=OrderEnd.FAILED, reason="\u00e9" * 30)),
         frame(TierFrame.ANSWER, _answer(end=4)),
         frame(TierFrame.ROW_UNMAPPED, b""),
-        frame(TierFrame.ROW_UNMAPPED, frames.pack_number(7)),
+        frame(TierFrame.ROW_UNMAPPED, pack_number(7)),
         frame(TierFrame.USAGE, b"{}"),
         frame(TierFrame.USAGE, b"[1]"),
         frame(TierFrame.USAGE, _usage(blocks=-1)),
