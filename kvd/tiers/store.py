@@ -328,6 +328,12 @@ def require_blocks(blocks: Sequence[TierBlock], *, to_fill: bool) -> None:
             assert not (to_fill and part.readonly), "a part that can't be filled"
 
 
+def firsts_of(blocks: Sequence[TierBlock]) -> list[int]:
+    """For each block of a write, which of the batch counts: the number of the first of its key."""
+    first: dict[TierKey, int] = {}
+    return [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+
+
 def require_scopes(scopes: Sequence[bytes]) -> None:
     """Assert likewise for scopes."""
     assert len(scopes) <= MAX_SCOPES_PER_CALL, f"{len(scopes)} scopes in one call"

@@ -28,6 +28,7 @@ from kvd.tiers.store import (
     TierReason,
     TierUnusable,
     TierUsage,
+    firsts_of,
     require_blocks,
     require_call,
     require_keys,
@@ -90,10 +91,9 @@ class DiskStore:
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
         self._begin_call(deadline)
-        first: dict[TierKey, int] = {}
-        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+        firsts = firsts_of(blocks)
         outcomes = [Outcome.FULL] * len(blocks)
-        batches = self._batches(blocks, sorted(first.values()), deadline)
+        batches = self._batches(blocks, sorted(set(firsts)), deadline)
         self._run(batches, outcomes, Disk.begin_write, Disk.end_write)
         return [outcomes[number] for number in firsts]
 

@@ -44,6 +44,7 @@ from kvd.tiers.store import (
     TierReason,
     TierTimeout,
     TierUsage,
+    firsts_of,
     require_blocks,
     require_call,
     require_keys,
@@ -124,11 +125,10 @@ class MooncakeStore:
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
         self._begin_call(deadline)
-        first: dict[TierKey, int] = {}
-        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+        firsts = firsts_of(blocks)
         outcomes = [Outcome.FAILED] * len(blocks)
         with self._writes.one():
-            moves = moves_of(blocks, sorted(first.values()), self._staged_part_bytes)
+            moves = moves_of(blocks, sorted(set(firsts)), self._staged_part_bytes)
             self._in_pieces(self._write_piece, moves, outcomes, deadline)
         return [outcomes[number] for number in firsts]
 

@@ -21,6 +21,7 @@ from kvd.tiers.store import (
     TierOptions,
     TierReason,
     TierUsage,
+    firsts_of,
     require_blocks,
     require_call,
     require_keys,
@@ -69,9 +70,8 @@ class S3Store:
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=False)
         self._begin_call(deadline)
-        first: dict[TierKey, int] = {}
-        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
-        numbers = list(first.values())
+        firsts = firsts_of(blocks)
+        numbers = sorted(set(firsts))
         found = self._each(
             [blocks[number] for number in numbers],
             lambda block: self._bucket.write(self._bucket.name_of(block.key), block),

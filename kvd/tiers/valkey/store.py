@@ -19,6 +19,7 @@ from kvd.tiers.store import (
     TierOptions,
     TierReason,
     TierUsage,
+    firsts_of,
     require_blocks,
     require_call,
     require_keys,
@@ -130,10 +131,9 @@ class ValkeyStore:
         self._begin_call(deadline)
         if self._unfinished:
             self._begin_sweeps_anew(block.key.scope for block in blocks)
-        first: dict[TierKey, int] = {}
-        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+        firsts = firsts_of(blocks)
         moves: dict[int, Move] = {}
-        self._moves.write(self._runs(blocks, list(first.values()), moves), deadline)
+        self._moves.write(self._runs(blocks, sorted(set(firsts)), moves), deadline)
         self._count(moves.values())
         return [moves[number].outcome or Outcome.FAILED for number in firsts]
 
