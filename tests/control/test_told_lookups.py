@@ -21,8 +21,10 @@ from kvd.runtime.told_lookups import (
     MAX_TENANTS_TOLD,
     MAX_TOLD,
     MAX_UNSERVED_S,
+    NO_TENANT,
     LookupFigures,
     ToldLookups,
+    ToldOf,
 )
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawScheduler, RunningDaemon, daemon, identity, namespace
@@ -205,7 +207,9 @@ def test_tenants_beyond_the_bound_are_told_together() -> None:
         told.add(NamespaceId(number), TenantId(f"t{number}"), ONE_MISS)
     rows = list(told.by_tenant())
     assert len(rows) == MAX_TENANTS_TOLD + 1
-    assert rows[-1].figures.requests == 2 * ONE_MISS.requests
+    last = rows[-1]
+    assert last == ToldOf(NO_TENANT, None, last.figures)
+    assert last.figures.requests == 2 * ONE_MISS.requests
 
 
 def test_a_forgotten_namespace_gives_its_place_to_another_and_stays_in_its_tenants_sum() -> None:

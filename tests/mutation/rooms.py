@@ -138,8 +138,11 @@ RUNTIME = Room(
     "runtime",
     ("kvd/runtime",),
     (
-        *_tests("control", "driver event_log few_threads given_up_calls mending pending_jobs"),
-        *_tests("control", "record recovery_in_pieces told_lookups told_rows turns verify"),
+        *_tests("control", "driver event_log few_threads given_up_calls mending mover_shares"),
+        *_tests("control", "pending_jobs pieces record recovery_in_pieces small_bounds"),
+        *_tests("control", "store_and_load told_lookups told_rows turns verify"),
+        *_tests("client", "tier_events"),
+        *_tests("simulation", "whole"),
         *_tests("tiers", "departures seam tier_churn tier_faults tier_recovery told_by_tiers"),
     ),
 )

@@ -15,7 +15,7 @@ import pytest
 from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import NamespaceId, ScopeName, SearchId, TenantId, TierId
+from kvd.core.keys import CopyId, NamespaceId, ScopeName, SearchId, TenantId, TierId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.tiers import TierCounters
 from kvd.core.upkeep.statistics import TierFigures
@@ -23,7 +23,7 @@ from kvd.pool.generations import EVERY, MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
 from kvd.tiers.process import OrderEnd, OrderId, TierAnswer, TierLeft
-from kvd.tiers.store import Found, TierReason, TierUsage
+from kvd.tiers.store import Found, Outcome, TierReason, TierUsage
 from tests.tiers.tier_rig import OTHER_SCOPE, SCOPE, hashes, keys, on_loop
 
 TIER = TierId(0)
@@ -222,6 +222,34 @@ async def test_what_shared_stores_have_yet_to_delete_is_told(tmp_path: Path) -> 
 
 
 @on_loop
+async def test_a_shared_store_that_has_yet_to_delete_is_not_asked_and_the_core_told_so(
+    tmp_path: Path,
+) -> None:
+    """Else what waits for the answer waits for ever, or finds what was cleared."""
+    reported: list[ev.Event] = []
+    generations = Generations(tmp_path / "generations.table")
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    rules = (TierRule("far", "nobody:Store", medium="REMOTE"),)
+    made = Tiers(rules, pool, str, no_tenant, cast(Any, reported.append), lambda: cast(Any, 1))
+    process = Mock()
+    made._keepers.append(cast(Any, SimpleNamespace(process=process)))
+    made.carry_out(act.ClearTier(TIER, "1"))
+    process.reset_mock()
+    name = ScopeName(NamespaceId(1), "", "", 0, 0)
+    made.carry_out(act.AskTier(TIER, SearchId(2), name, hashes((1, 2, 3))))
+    made.carry_out(act.ReadFromTier(TIER, CopyId(3), name, hashes((1, 2)), np.array([7, 8])))
+    answered, ended = reported
+    assert isinstance(answered, ev.TierAnswered)
+    assert isinstance(ended, ev.TierCopyEnded)
+    assert answered.refused
+    assert ended.refused
+    assert not answered.held.any()
+    assert not ended.done.any()
+    assert process.mock_calls == []
+    generations.close()
+
+
+@on_loop
 async def test_of_what_a_store_said_nothing_the_core_is_told_so() -> None:
     reported: list[ev.Event] = []
     made = tiers(reported)
@@ -234,6 +262,24 @@ async def test_of_what_a_store_said_nothing_the_core_is_told_so() -> None:
     assert isinstance(answered, ev.TierAnswered)
     assert answered.held.tolist() == [False, True, False]
     assert answered.unknown.tolist() == [True, False, False]
+
+
+@on_loop
+async def test_the_sums_of_what_was_read_are_kept_for_each_shard() -> None:
+    made = tiers([])
+    note = Mock()
+    made._pool = cast(Any, SimpleNamespace(note_checksums=note))
+    slots = np.array([40, 41, 42])
+    made._asked[TIER] = {
+        OrderId(7): act.ReadFromTier(TIER, CopyId(2), cast(Any, None), hashes((1, 2, 3)), slots)
+    }
+    done = np.full(3, Outcome.DONE, dtype=np.uint8)
+    sums = np.array([10, 11, 20, 21, 30, 31], dtype=np.uint64)  # block after block
+    made.order_ended(TIER, TierAnswer(OrderId(7), OrderEnd.ANSWERED, done, sums=sums))
+    noted = [
+        (call.args[0].tolist(), call.args[1], call.args[2].tolist()) for call in note.call_args_list
+    ]
+    assert noted == [([40, 41, 42], 0, [10, 20, 30]), ([40, 41, 42], 1, [11, 21, 31])]
 
 
 @on_loop
