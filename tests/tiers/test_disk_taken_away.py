@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,7 +117,25 @@ def put_an_older_index_in_its_place(directory: Path) -> None:
     (directory / "index.sqlite-wal").unlink()  # it would make the older one the newest again
 
 
-@pytest.mark.parametrize("take_away", [remove_the_index, put_an_older_index_in_its_place])
+def put_a_link_in_its_place(directory: Path) -> None:
+    (directory / "index.sqlite").unlink()
+    (directory / "index.sqlite").symlink_to(directory.parent / "elsewhere")
+
+
+def put_a_pipe_in_its_place(directory: Path) -> None:
+    (directory / "index.sqlite").unlink()
+    os.mkfifo(directory / "index.sqlite")
+
+
+@pytest.mark.parametrize(
+    "take_away",
+    [
+        remove_the_index,
+        put_an_older_index_in_its_place,
+        put_a_link_in_its_place,
+        put_a_pipe_in_its_place,
+    ],
+)
 def test_an_index_that_was_taken_away_is_written_anew(
     tmp_path: Path, take_away: Callable[[Path], None]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -170,11 +171,19 @@ class IndexFile:
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
     def set_aside(self) -> None:
-        """No later start finds these rows. OSError."""
+        """No later start finds these rows. OSError.
+
+        Somebody may have put a link or a pipe in the file's place. No start bears those, whatever
+        their name (`require_own`), and no row is in them: they are removed.
+        """
         self.close()
         self._remove_logs()
         with contextlib.suppress(FileNotFoundError):
-            self.path.rename(self.path.with_name(self.path.name + ".set-aside"))
+            kind = self.path.lstat().st_mode
+            if stat.S_ISREG(kind) or stat.S_ISDIR(kind):
+                self.path.rename(self.path.with_name(self.path.name + ".set-aside"))
+            else:
+                self.path.unlink()
 
     def close(self) -> None:
         if self._db is not None:
