@@ -14,7 +14,6 @@ import asyncio
 import base64
 import contextlib
 import logging
-import re
 import secrets
 import threading
 import time
@@ -23,20 +22,21 @@ from datetime import timedelta
 from typing import Any, Self
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import BaseError
 from obstore.store import S3Store as Objects
 
 from kvd.processes.complaints import log_limited
 from kvd.tiers.gang import require_time
 from kvd.tiers.options import content_of, secret_of
-from kvd.tiers.s3.hosts import is_kept_from, kept_to_endpoint
+from kvd.tiers.s3.answers import (
+    WORDLESS,
+    first_line,
+    had_no_answer,
+    meaning_of,
+    translated,
+    was_hung_up,
+)
+from kvd.tiers.s3.hosts import kept_to_endpoint
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.s3.pacing import Pacing
 from kvd.tiers.sealing import (
@@ -64,6 +64,7 @@ from kvd_proto.limits import MAX_RANKS
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 1.0  # after a request without an answer
+HUNG_UP_SECONDS = 1.0  # in which a request is sent again whose connection was ended
 RENEW_SECONDS = 1.0  # between two looks whether a refused bucket's files hold something else
 HEAR_SECONDS = 1.0  # between two questions why a HEAD is refused
 LOG_SECONDS = 60.0  # between two lines about what is wrong with it
@@ -73,24 +74,6 @@ UNANSWERED_S = 60.0  # a write that had no answer may happen for so long
 READ_BYTES = 1 << 20  # copied at once
 _WITNESS = "zzzzzzzz."  # behind blocks' names, which have no dot
 _BUSY = "the bucket asks for fewer requests (503, 429)"
-# What only another configuration mends, whatever its status: 301 or 400 of another region's bucket.
-_REFUSALS = (
-    "NoSuchBucket",
-    "InvalidBucketName",
-    "AccessDenied",
-    "ExpiredToken",
-    "InvalidToken",
-    "AuthorizationHeaderMalformed",
-    "redirect without LOCATION",
-)
-_NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
-_STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
-_WORDLESS = "performing HEAD"  # it is answered without a word
-_CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # its word for what is wrong
-# What the client's debugging text says below a request that failed: texts, addresses, and names.
-_CAUSES = re.compile(r'"(?:[^"\\]|\\.)*"|[\w.:\[\]]+:\d+(?=,)|\b[A-Z]\w+\b')
-_NO_CAUSES = {"Connect", "ConnectError", "Custom", "Error", "Io", "Os", "Other", "OtherError"}
-_NO_CAUSES |= {"InvalidData", "Request", "SendRequest", "Some", "Uncategorized"}
 
 
 class Bucket:
@@ -222,8 +205,9 @@ class Bucket:
 
     def _put(self, name: str, content: list[Any], mode: Any, *expected: type[OSError]) -> None:
         with _answered(self, *expected) as asked:
-            asked.may_happen_late = name.rsplit("/", 2)[0]
-            obstore.put(self._objects, name, content, mode=mode, use_multipart=False)
+            namespace = asked.may_happen_late = name.rsplit("/", 2)[0]
+            more = {"mode": mode, "use_multipart": False}
+            self._sent(obstore.put, name, content, may_happen_late=namespace, **more)
 
     def _has_lengths_of(self, name: str, block: TierBlock) -> bool:
         size = record_bytes(len(block.parts))
@@ -306,7 +290,25 @@ class Bucket:
     def _ask_for(self, call: Any, name: str, **more: Any) -> Any:
         """Of an object. FileNotFoundError: it is not there."""
         with _answered(self, FileNotFoundError):
-            return call(self._objects, name, **more)
+            return self._sent(call, name, **more)
+
+    def _sent(self, call: Any, *given: Any, may_happen_late: str = "", **more: Any) -> Any:
+        """What a request is answered with. `may_happen_late`: the namespace that it writes to.
+
+        A server, or what stands before it, may end a connection that was kept, at any time: the
+        request is sent on another then, as often as there may be kept ones.
+        """
+        until = time.monotonic() + HUNG_UP_SECONDS
+        for _ in range(self._options.threads):
+            try:
+                return call(self._objects, *given, **more)
+            except BaseError as error:
+                if not was_hung_up(error) or time.monotonic() >= until:
+                    raise
+            if may_happen_late:
+                self.note_unanswered(may_happen_late)
+            self.require_answering()
+        return call(self._objects, *given, **more)
 
     def take_turn(self, deadline: float) -> None:
         """Before a request: wait where the bucket asks for fewer. TierError: not in time."""
@@ -361,7 +363,7 @@ class Bucket:
             if is_silent:
                 self._quiet_until = now + QUIET_SECONDS
             problem = f"{'does not answer' if is_silent else 'refuses us'}: {error}"
-            has_word = not is_silent and _WORDLESS not in problem
+            has_word = not is_silent and WORDLESS not in problem
             is_due = not self.problem and now >= self._say_at
             if is_due or (has_word and self._has_said_no_word):
                 self._say_at = now + LOG_SECONDS
@@ -383,7 +385,7 @@ class Bucket:
     @property
     def _has_its_word(self) -> bool:
         """Whether the problem is a refusal, in the bucket's own words."""
-        return self.problem.startswith("refuses us") and _WORDLESS not in self.problem
+        return self.problem.startswith("refuses us") and WORDLESS not in self.problem
 
     def _slow_down(self, error: TierError, began: float) -> None:
         self._pacing.slow_down(began)
@@ -459,7 +461,7 @@ class Bucket:
                 **of_files,
             )
         except BaseError as error:
-            raise TierUnusable(f"the client refuses the options: {_first_line(error)}") from None
+            raise TierUnusable(f"the client refuses the options: {first_line(error)}") from None
 
 
 class _answered:  # noqa: N801 - it reads as a statement
@@ -485,66 +487,20 @@ class _answered:  # noqa: N801 - it reads as a statement
             return
         if not isinstance(error, BaseError | OSError):
             return
-        means = _meaning(error)
+        means = meaning_of(error)
         if means in self._expected:
             self._bucket.note(None, self._began)
             raise means from None
-        if self.may_happen_late and _had_no_answer(error):
+        if self.may_happen_late and had_no_answer(error):
             self._bucket.note_unanswered(self.may_happen_late)
-        self._bucket.note(_translated(error), self._began)
-        raise _translated(error) from None
+        self._bucket.note(translated(error), self._began)
+        raise translated(error) from None
 
 
 def _tells_size(record: bytes, size: int) -> bool:
     """Whether an object of so many bytes is as long as its record says."""
     lengths = lengths_in(record)
     return lengths is not None and len(record) + sum(lengths) == size
-
-
-def _meaning(error: Exception) -> type[OSError] | None:
-    """What it says of an object, if it says that."""
-    if "NoSuchBucket" in str(error):
-        return None
-    if isinstance(error, NotFoundError | FileNotFoundError):
-        return FileNotFoundError
-    if isinstance(error, AlreadyExistsError | PreconditionError):
-        return FileExistsError
-    return None
-
-
-def _had_no_answer(error: Exception) -> bool:
-    """Whether nobody answered, or only what stands before the bucket may have."""
-    found = _STATUS.search(str(error))
-    answered = found is not None and found[1] < "500"
-    return not answered and _translated(error).reason in _NO_ANSWER
-
-
-def _translated(error: Exception) -> TierError:
-    whole = str(error)
-    code = _CODE.search(whole)
-    said = f"{code[1]}: {_first_line(error)}" if code else _first_line(error)
-    if is_kept_from(whole):
-        where = "it sends us to another host (a redirect), where nothing is asked; look at endpoint"
-        return TierError(where, TierReason.REFUSED)
-    found = _STATUS.search(whole)  # names and ports have such numbers in them, too
-    status = found[1] if found else ""
-    refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
-    refused = refused or status in ("401", "403")
-    # A HEAD is answered without a word: its 400 is what other requests are told as ExpiredToken.
-    refused = refused or (status == "400" and _WORDLESS in whole)
-    if refused or any(word in whole for word in _REFUSALS):
-        return TierError(said, TierReason.REFUSED)
-    if "InsufficientStorage" in whole or status == "507":
-        return TierError(said, TierReason.NO_SPACE)
-    if status in ("429", "503") or "SlowDown" in whole:
-        return TierError(said, TierReason.BUSY)
-    if status:
-        return TierError(said, TierReason.IO_ERROR)
-    if "timed out" in whole or "TimedOut" in whole:
-        return TierTimeout(said)
-    if "error sending request" in whole or "onnect" in whole:
-        return TierError(said, TierReason.UNREACHABLE)
-    return TierError(said, TierReason.IO_ERROR)
 
 
 async def _next_of(listed: Any, deadline: float) -> Any:
@@ -559,25 +515,6 @@ async def _next_of(listed: Any, deadline: float) -> Any:
         return ()
     except TimeoutError:
         raise TierTimeout("the deadline passed before the bucket had named all") from None
-
-
-def _first_line(error: Exception) -> str:
-    """A message without the debugging text behind it, but for why a request got no answer."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    cause = _cause_in(str(error))
-    return f"{said}: {cause}" if cause else said
-
-
-def _cause_in(whole: str) -> str:
-    """Why a request got no answer, of the text of an error; nothing where it says nothing of it."""
-    _, _, deepest = whole.rpartition("source: reqwest::Error {")
-    if deepest == whole:
-        return ""
-    words = [word for word in _CAUSES.findall(deepest) if word not in _NO_CAUSES]
-    cause = " ".join(dict.fromkeys(words))[:300]
-    if "InvalidCertificate" in words:
-        cause += "; look at endpoint and ca_file"
-    return cause
 
 
 def _scatter(source: Any, buffers: list[memoryview]) -> None:

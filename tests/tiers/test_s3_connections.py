@@ -1,0 +1,102 @@
+"""A bucket that ends the connections it was to keep costs no block."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore", reason="obstore is not here")
+
+from kvd.tiers.s3 import bucket as module
+from kvd.tiers.s3.bucket import Bucket
+from kvd.tiers.store import Outcome, TierError, TierReason, TierTimeout
+from tests.tiers.contract import key, source
+from tests.tiers.test_s3_answers import NAME, bucket
+
+
+class Forgetful(ThreadingHTTPServer):
+    """Answers `most` requests of a connection, and ends it in place of the next answer."""
+
+    most = 1
+    asked = 0
+
+
+class OfForgetful(BaseHTTPRequestHandler):
+    """There are no objects, and every one is taken."""
+
+    protocol_version = "HTTP/1.1"
+    answered = 0  # of this connection
+
+    def do_HEAD(self) -> None:
+        assert isinstance(self.server, Forgetful)
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.asked += 1
+        self.answered += 1
+        if self.answered > self.server.most:
+            self.close_connection = True
+            return
+        self.send_response(200 if self.command == "PUT" else 404)
+        self.send_header("ETag", "1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_PUT = do_HEAD  # noqa: N815 - as the server calls it
+
+    def log_message(self, *_words: Any) -> None:
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def forgetful() -> Iterator[Forgetful]:
+    with Forgetful(("127.0.0.1", 0), OfForgetful) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def asked(forgetful: Forgetful, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A bucket with a kept connection, which is ended under the next request."""
+    monkeypatch.setattr(module, "HUNG_UP_SECONDS", 60.0)
+    monkeypatch.setattr(module, "QUIET_SECONDS", 60.0)
+    made = bucket(forgetful.server_port, tmp_path)
+    assert not made.has(NAME)
+    return made
+
+
+def test_a_question_whose_kept_connection_is_ended_is_asked_on_another(
+    asked: Bucket, forgetful: Forgetful
+) -> None:
+    assert not asked.has(NAME)
+    assert forgetful.asked == 3
+    assert asked.notes == ()
+
+
+def test_a_write_whose_kept_connection_is_ended_is_made_again_and_may_happen_late(
+    asked: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = asked.name_of(key(1))
+    asked._unanswered.clear()  # that of a process before
+    asked.require_no_late_writes(name)
+    assert asked.write(name, source(key(1), bytes(8))) is Outcome.DONE
+    with pytest.raises(TierTimeout, match="may happen yet"):
+        asked.require_no_late_writes(name)
+
+
+def test_a_bucket_that_ends_every_connection_is_asked_so_many_times_and_then_left_alone(
+    asked: Bucket, forgetful: Forgetful
+) -> None:
+    forgetful.most = 0
+    before = forgetful.asked
+    for _ in range(2):
+        with pytest.raises(TierError) as raised:
+            asked.has(NAME)
+        assert raised.value.reason is TierReason.UNREACHABLE
+    assert forgetful.asked - before == 17, "one for each connection of 16 threads, and one more"
