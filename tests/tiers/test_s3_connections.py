@@ -17,6 +17,7 @@ from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.store import Outcome, TierError, TierReason, TierTimeout
 from tests.tiers.contract import key, source
 from tests.tiers.test_s3_answers import NAME, bucket
+from tests.tiers.valkey_rig import free_ports
 
 
 class Forgetful(ThreadingHTTPServer):
@@ -100,3 +101,16 @@ def test_a_bucket_that_ends_every_connection_is_asked_so_many_times_and_then_lef
             asked.has(NAME)
         assert raised.value.reason is TierReason.UNREACHABLE
     assert forgetful.asked - before == 17, "one for each connection of 16 threads, and one more"
+
+
+def test_why_nothing_is_asked_is_said_though_another_request_was_answered_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUIET_SECONDS", 60.0)
+    (port,) = free_ports(1)
+    dead = bucket(port, tmp_path)
+    with pytest.raises(TierError, match="ConnectionRefused"):
+        dead.has(NAME)
+    dead.note(None, 0.0)
+    with pytest.raises(TierError, match=r"does not answer: .*ConnectionRefused"):
+        dead.has(NAME)

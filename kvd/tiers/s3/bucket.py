@@ -82,7 +82,8 @@ class Bucket:
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._quiet_until = self._renew_at = self._say_at = self._say_busy_at = 0.0
+        self._quiet = ("", 0.0)  # why nothing is asked, and until when
+        self._renew_at = self._say_at = self._say_busy_at = 0.0
         self._hear_at = self._say_failure_at = 0.0
         self._failure = ("", 0.0)  # what it answered in place of what was asked, and when, last
         self._has_said_no_word = False  # the log's last line of a refusal
@@ -328,8 +329,9 @@ class Bucket:
 
     def require_answering(self) -> None:
         """TierError where it did not answer a moment ago."""
-        if time.monotonic() < self._quiet_until:
-            raise TierError(self.problem, TierReason.UNREACHABLE)
+        why, until = self._quiet
+        if time.monotonic() < until:
+            raise TierError(why, TierReason.UNREACHABLE)
 
     def note_unanswered(self, namespace: str) -> None:
         """A write to it may happen yet."""
@@ -360,9 +362,9 @@ class Bucket:
             if not is_silent and error.reason is not TierReason.REFUSED:
                 self._note_failure(str(error), now)
                 return
-            if is_silent:
-                self._quiet_until = now + QUIET_SECONDS
             problem = f"{'does not answer' if is_silent else 'refuses us'}: {error}"
+            if is_silent:
+                self._quiet = problem, now + QUIET_SECONDS
             has_word = not is_silent and WORDLESS not in problem
             is_due = not self.problem and now >= self._say_at
             if is_due or (has_word and self._has_said_no_word):
