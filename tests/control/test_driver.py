@@ -147,6 +147,7 @@ async def test_a_stop_waits_for_a_start(driver: Driver, caplog: pytest.LogCaptur
     starting.cancel()
     await asyncio.gather(starting, driver.close(), return_exceptions=True)
     assert "stays noted" not in caplog.text
+    assert "can't be ended" not in caplog.text, "it hears of the end of what did not come up"
 
 
 async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Driver) -> None:
