@@ -16,7 +16,7 @@ from kvd.core import events as ev
 from kvd.core.blocks import row_grants
 from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import RANKS_MISSING
-from kvd.core.keys import JobId, MoverId, RowId, SessionId, TransferId
+from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TransferId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.turn import Turn
@@ -246,6 +246,30 @@ async def test_row_that_is_taken_back_and_granted_again_is_told_as_the_new_one(
     assert again <= {known.row, unknown.row, *known.extents, *unknown.extents}
     await stage.until_complete()
     assert mover.mapped == stage.expected()
+
+
+async def test_row_is_told_to_movers_of_its_namespace_alone(stage: Stage) -> None:
+    """Of no other one would the core order that it unmaps it."""
+    mover = await stage.attach()
+    await stage.until_complete()
+    config = MoverConfig(MoverId(2), (), (), ExtentFiles(Path(), 0, EXTENT_BYTES))
+    process = await stage.driver.fleet.start(config, OWNER)
+    stage.driver.fleet.attach(process, PLACEMENT, SessionId(99), NamespaceId(99))
+    stage.grant()
+    assert mover.mapped == stage.expected()
+    assert not cast("NotingMover", process).mapped
+    stage.driver.fleet.detach(MoverId(2))
+
+
+async def test_transfer_that_a_mover_has_no_room_for_ends_its_job(stage: Stage) -> None:
+    for number in (0, 1):
+        mover = await stage.attach(MoverId(1 + number), RankPlacement(number, number, writer=True))
+        mover.start_transfer = lambda *_: False
+    await stage.until_complete()
+    assert stage.store(1).accepted
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert [end.job for end in stage.sink.ended] == [JobId(1)]
 
 
 async def test_transfer_has_its_row_mapped_first(stage: Stage) -> None:

@@ -15,7 +15,16 @@ import pytest
 from kvd.config.tiers import KINDS, TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import CopyId, NamespaceId, ScopeName, SearchId, TenantId, TierId
+from kvd.core.keys import (
+    CopyId,
+    MoverId,
+    NamespaceId,
+    RowId,
+    ScopeName,
+    SearchId,
+    TenantId,
+    TierId,
+)
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.tiers import TierCounters
 from kvd.core.upkeep.statistics import TierFigures
@@ -38,6 +47,18 @@ def tiers(reported: list[ev.Event], generations: Generations | None = None) -> T
     made = Tiers((), pool, str, no_tenant, cast(Any, reported.append), lambda: cast(Any, 1))
     made._keepers.append(cast(Any, SimpleNamespace(process=object())))
     return made
+
+
+def shared_and_own(reported: list[Any], generations: Generations) -> Tiers:
+    """Two that have no process yet."""
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    rules = [TierRule("far", "nobody:Store", medium="REMOTE"), TierRule("own", "nobody:Store")]
+    return Tiers(rules, pool, str, no_tenant, reported.append, lambda: cast(Any, 1))
+
+
+async def settled() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 @on_loop
@@ -111,6 +132,9 @@ async def test_so_many_namespaces_are_deleted_one_by_one_and_beyond_that_all(
     for number in range(1000):
         made.carry_out(act.ClearTier(TIER, f"namespace {number}"))
         assert len(made._deleting[TIER]) <= 4
+    hidden = next(reversed(made._deleting[TIER].values()))
+    made.carry_out(act.ClearTier(TIER, hidden.fingerprint))
+    assert made._deleting[TIER].keys() >= {hidden.name}, "it is one of those already"
     waits = {deletion.fingerprint for deletion in made._deleting[TIER].values()} - {""}
     cleared = [event.fingerprint for event in reported if isinstance(event, ev.TierCleared)]
     assert sorted([*cleared, *waits]) == sorted(f"namespace {number}" for number in range(1000))
@@ -119,6 +143,9 @@ async def test_so_many_namespaces_are_deleted_one_by_one_and_beyond_that_all(
     made._keepers.append(cast(Any, SimpleNamespace(process=process)))
     made.tier_started(TIER, process)
     assert deleting.call_args_list[0].args[1] == (EVERY,)
+    every = made._deleting[TIER][EVERY].order
+    made.order_ended(TIER, TierAnswer(every, OrderEnd.ANSWERED, np.array([])))
+    assert ev.TierDoubted(TIER) in reported, "it took along what was written meanwhile"
     generations.close()
 
 
@@ -304,6 +331,10 @@ async def test_clients_look_below_only_while_a_tier_may_hold_anything(
     made.usage_told(TIER, TierUsage(1, 4096, 0))
     made.tier_gone(TIER, "it was killed")
     assert said[2:] == [True, False, True, False]
+    made.usage_told(TIER, TierUsage(0, 0, 0))
+    made._rules = (TierRule("far", "nobody:Store", medium="REMOTE"),)
+    made.usage_told(TIER, TierUsage(0, 0, 0))
+    assert said[6:] == [False, True], "other nodes write to what nodes share"
 
 
 @on_loop
@@ -323,6 +354,7 @@ async def test_what_a_process_was_asked_before_its_end_is_waited_for_no_longer(
     await asyncio.sleep(0)
     made.tier_gone(TIER, "it was killed")
     assert not made._questions, "each end of a process would leave some"
+    assert not made._asked[TIER]
     gone, waiting = reported
     assert gone == ev.TierGone(TIER)
     waiting.set_result(None)  # as who reports does, once the event was handled
@@ -375,3 +407,142 @@ def test_a_tier_whose_process_has_yet_to_end_is_shown_as_away() -> None:
     assert [tier.is_serving for tier in made.seen(figures).tiers] == [False, True, False]
     made._keepers = []
     assert made.seen(figures) is figures, "none was started yet"
+
+
+@on_loop
+async def test_what_a_process_does_not_delete_is_deleted_later_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a store that nodes share stays hidden, or loses what is stored after the clear."""
+    monkeypatch.setattr(module, "DELETE_AGAIN_S", 0.0)
+    reported: list[ev.Event] = []
+    generations = Generations(tmp_path / "generations.table")
+    made = shared_and_own(reported, generations)
+    takes = Mock(side_effect=[False, True, True, True])
+    process = cast(Any, SimpleNamespace(delete_scopes=takes))
+    made._keepers = [cast(Any, SimpleNamespace(process=process))] * 2
+
+    def end(order: OrderId, how: OrderEnd) -> None:
+        made.order_ended(TIER, TierAnswer(order, how, np.array([])))
+
+    made.carry_out(act.ClearTier(TIER, "7"))
+    assert not made._asked[TIER], "it takes no more orders"
+    await settled()
+    (late,) = made._asked[TIER]
+    end(late, OrderEnd.FAILED)
+    made.carry_out(act.ClearTier(TIER, "7"))  # before it is deleted again
+    await settled()
+    (first,) = made._asked[TIER]
+    made.carry_out(act.ClearTier(TIER, "7"))
+    end(first, OrderEnd.ANSWERED)
+    assert not reported, "it says nothing of what was cleared since"
+    assert made._is_hidden(TIER, NamespaceId(7))
+    (last,) = made._asked[TIER]
+    end(last, OrderEnd.ANSWERED)
+    await settled()
+    assert reported == [ev.TierCleared(TIER, "7")]
+    assert takes.call_count == 4
+    assert not made._deleting[TIER]
+    generations.close()
+
+
+@on_loop
+async def test_only_what_nodes_share_is_hidden_until_it_is_deleted(tmp_path: Path) -> None:
+    reported: list[Any] = []
+    generations = Generations(tmp_path / "generations.table")
+    made = shared_and_own(reported, generations)
+
+    def hidden() -> list[tuple[bool, bool]]:
+        return [
+            (made._is_hidden(tier, NamespaceId(1)), made._is_hidden(tier, NamespaceId(2)))
+            for tier in (TIER, TierId(1))
+        ]
+
+    for tier in (TIER, TierId(1)):
+        made.carry_out(act.ClearTier(tier, "1"))
+    assert hidden() == [(True, False), (False, False)]
+    asked = Mock(return_value=True)
+    made._keepers = [cast(Any, SimpleNamespace(process=SimpleNamespace(exists=asked)))] * 2
+    for number in (1, 2):
+        name = ScopeName(NamespaceId(number), "", "", 0, 0)
+        made.carry_out(act.AskTier(TIER, SearchId(number), name, hashes((1,))))
+    assert [(each.search, each.refused) for each in reported] == [(SearchId(1), True)]
+    assert asked.call_count == 1
+    made._keepers = []
+    made.all_cleared()
+    assert hidden() == [(True, True), (False, False)]
+    generations.close()
+
+
+@on_loop
+async def test_where_there_is_no_room_for_another_clear_shared_stores_delete_all(
+    tmp_path: Path,
+) -> None:
+    generations = Generations(tmp_path / "generations.table")
+    made = shared_and_own([], generations)
+    for number in range(MAX_CLEARED_NAMESPACES + 1):
+        assert EVERY not in made._deleting[TIER]
+        made.scopes_cleared(NamespaceId(number))
+    assert made._deleting[TIER].keys() == {EVERY}
+    assert not made._deleting[TierId(1)]
+    generations.close()
+
+
+def test_rows_are_unmapped_by_the_tier_that_says_so_and_by_one_that_is_gone() -> None:
+    reported: list[Any] = []
+    made = tiers(reported)
+    made._pool = cast(Any, SimpleNamespace(extents_of_row=lambda _row: (), set_below=Mock()))
+    made._asked[TIER] = {}
+    made._movers = {MoverId(5): TIER, MoverId(6): TierId(1)}
+    made.row_unmapped(TierId(1), RowId(3))
+    assert reported.pop() == ev.RowUnmapped(MoverId(6), RowId(3))
+    order = act.UnmapRow(MoverId(5), RowId(4))
+    unmaps = Mock(side_effect=[True, False])
+    made._keepers = [cast(Any, SimpleNamespace(process=SimpleNamespace(unmap_row=unmaps)))]
+    made.unmap_row(order)
+    assert not reported, "its process will say so"
+    made.unmap_row(order)
+    made._keepers = [cast(Any, SimpleNamespace(process=None))]
+    made.unmap_row(order)
+    assert reported == [ev.RowUnmapped(MoverId(5), RowId(4))] * 2
+    made.tier_gone(TIER, "it was killed")
+    assert [made.maps_as(MoverId(number)) for number in (5, 6)] == [False, True]
+
+
+def test_a_block_whose_row_could_not_be_had_is_not_read(tmp_path: Path) -> None:
+    reported: list[Any] = []
+    generations = Generations(tmp_path / "generations.table")
+    made = shared_and_own(reported, generations)
+    made._pool.has = Mock(return_value=False)  # type: ignore[method-assign]
+    made._keepers = [cast(Any, SimpleNamespace(process=SimpleNamespace(read=None)))] * 2
+    name = ScopeName(NamespaceId(1), "", "", 0, 0)
+    order = act.ReadFromTier(TIER, CopyId(1), name, hashes((1,)), cast(Any, np.array([0])))
+    made.carry_out(order)
+    (ended,) = reported
+    assert (ended.refused, ended.done.tolist()) == (True, [False])
+    generations.close()
+
+
+def test_who_was_not_answered_in_time_hears_so() -> None:
+    reported: list[Any] = []
+    made = tiers(reported)
+    question = act.AskTier(TIER, SearchId(2), cast(Any, None), hashes((1,)))
+    made._asked[TIER] = {OrderId(7): question}
+    made.order_ended(TIER, TierAnswer(OrderId(7), OrderEnd.FAILED, np.array([])))
+    assert [(each.refused, each.failed) for each in reported] == [(False, True)]
+
+
+def test_no_tier_is_written_more_of_a_small_pool_at_once_than_its_share() -> None:
+    rules = (TierRule("own", "nobody:Store"),)
+    for pool_bytes, most in ((8 << 20, 2 << 20), (1 << 40, module.MAX_WRITE_BYTES)):
+        (terms,) = module.terms_of(rules, pool_bytes)
+        assert terms.max_write_bytes == most
+
+
+def test_of_a_store_of_a_sites_own_every_option_says_which_it_is() -> None:
+    for store, is_same in (("nobody:Store", False), (KINDS["s3"], True)):
+        places = {
+            module._place_of(TierRule("own", store, options={"threads": number}))
+            for number in (1, 2)
+        }
+        assert (len(places) == 1) == is_same
