@@ -422,3 +422,47 @@ def test_replicas_of_an_engine_with_a_name_have_names_of_their_own() -> None:
             ids.add(namespace.rank_identity(storage_config({}), named, "kv").engine_id)
     assert len(ids) == 3
     assert all(each.startswith("prefill-7-") for each in ids)
+
+
+def test_ranks_that_have_other_layers_heads_or_tokens_share_none() -> None:
+    axes = (("tp_rank", "tp_size"), ("pp_rank", "pp_size"), ("attn_cp_rank", "attn_cp_size"))
+    given = vars(storage_config({}))
+    places = [SimpleNamespace(**given)]
+    for rank, size in (*axes, ("dcp_rank", "dcp_size")):
+        places += [SimpleNamespace(**given | {rank: number, size: 2}) for number in (0, 1)]
+    own = [namespace._place(each, is_replicated=False) for each in places]
+    assert len(set(own)) == len(places)
+    shared = [namespace._place(each, is_replicated=True) for each in places]
+    assert shared[1] == shared[2], "each rank of a tensor-parallel group has all heads"
+    assert len(set(shared)) == len(places) - 1
+
+
+@pytest.mark.parametrize("option", ["tenant", "account", "lora_id"])
+def test_what_an_option_keeps_apart_is_not_shared(namespace_of: NamespaceOf, option: str) -> None:
+    given = {"interface_v1": 1, "weights_id": "v7"}
+    pair = [namespace_of(HiCacheOptions.from_extra_config(given | {option: n})) for n in ("a", "b")]
+    assert pair[0] != pair[1]
+
+
+def test_releases_of_sglang_share_none(
+    namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = namespace_of()
+    monkeypatch.setattr(namespace, "_release", lambda: "another")
+    assert namespace_of() != made
+
+
+@pytest.mark.parametrize("name", ["revision", "speculative_draft_model_revision"])
+def test_the_revision_that_was_asked_for_says_which_files_were_read(
+    namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    asked: list[Any] = []
+    named = namespace.name_weights
+
+    def note(model: Any, how: Any, begun_ns: int) -> Any:
+        asked.append(model.revision)
+        return named(model, how, begun_ns)
+
+    monkeypatch.setattr(namespace, "name_weights", note)
+    namespace_of(**{"speculative_draft_model_path": "owner/drafter", name: "v7"})
+    assert asked == (["v7", None] if name == "revision" else [None, "v7"])
