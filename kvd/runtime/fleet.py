@@ -288,8 +288,6 @@ class MoverFleet:
         mover = self._movers.get(order.mover)
         process = None if mover is None else mover.process
         if mover is None or process is None:
-            if isinstance(order, act.UnmapRow):
-                self._post(ev.RowUnmapped(order.mover, order.row))
             return
         match order:
             case act.RevokeTransfer():
