@@ -29,6 +29,7 @@ from kvd_client.identity import NamespaceFields
 from kvd_client.integrations.sglang import namespace
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
+from kvd_client.integrations.weights import name_weights
 from tests.sglang.conftest import MakeBackend
 from tests.sglang.rig import host_pool, mha_device_pool, state_pool, storage_config
 
@@ -457,11 +458,10 @@ def test_the_revision_that_was_asked_for_says_which_files_were_read(
     namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     asked: list[Any] = []
-    named = namespace.name_weights
 
     def note(model: Any, how: Any, begun_ns: int) -> Any:
         asked.append(model.revision)
-        return named(model, how, begun_ns)
+        return name_weights(model, how, begun_ns)
 
     monkeypatch.setattr(namespace, "name_weights", note)
     namespace_of(**{"speculative_draft_model_path": "owner/drafter", name: "v7"})
