@@ -342,14 +342,25 @@ def _waste(status: operator_pb2.StatusResponse) -> Iterator[str]:
 
 
 def _differences(status: operator_pb2.StatusResponse) -> Iterator[str]:
-    """Why namespaces of one tenant and model don't share; each pair once."""
-    fields = {n.namespace_id: n.fields for n in status.namespaces}
+    """Why namespaces of one tenant and model don't share; each pair once.
+
+    The daemon compares each with a few others, the first ones. Of those that none of these names
+    in turn one is shown: a thousand namespaces of one model have a thousand lines.
+    """
+    by_id = {n.namespace_id: n for n in status.namespaces}
     for one in status.namespaces:
-        for two in sorted(int(other) for other in one.differs):
-            if one.namespace_id < two and two in fields:
-                pairs = {
-                    name: (one.fields.get(name, ""), fields[two].get(name, ""))
-                    for name in sorted({*one.fields, *fields[two]})
-                }
-                shown = [f"{name}: {a!r}, {b!r}" for name, (a, b) in pairs.items() if a != b]
-                yield f"  namespaces {one.namespace_id} and {two} differ in {'; '.join(shown)}"
+        others = [by_id[two] for two in sorted(map(int, one.differs)) if two in by_id]
+        shown = [other for other in others if one.namespace_id < other.namespace_id]
+        unnamed = [n for n in others if str(one.namespace_id) not in n.differs]
+        shown += [other for other in unnamed if other.namespace_id < one.namespace_id][:1]
+        yield from (_difference(one, other) for other in shown)
+
+
+def _difference(one: operator_pb2.NamespaceStatus, other: operator_pb2.NamespaceStatus) -> str:
+    pairs = {
+        name: (one.fields.get(name, ""), other.fields.get(name, ""))
+        for name in sorted({*one.fields, *other.fields})
+    }
+    shown = [f"{name}: {a!r}, {b!r}" for name, (a, b) in pairs.items() if a != b]
+    numbers = f"{one.namespace_id} and {other.namespace_id}"
+    return f"  namespaces {numbers} differ in {'; '.join(shown)}"

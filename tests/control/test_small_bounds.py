@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvd.cli import serve
+from kvd.cli.status import namespace_lines
 from kvd.control import http, namespaces
 from kvd.control.access import door
 from kvd.control.access.door import Door, GrpcConnection
@@ -30,7 +31,7 @@ from kvd.control.sessions.session import CLOSED, SchedulerSession, SessionContex
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.runtime import damage
-from kvd_proto.v1 import engine_pb2
+from kvd_proto.v1 import engine_pb2, operator_pb2
 from tests.control.live_session import live_session
 from tests.control.running_daemon import RunningDaemon
 
@@ -44,6 +45,23 @@ def test_a_namespace_is_compared_with_few_others() -> None:
     found = Namespaces.differences(known, NamespaceId(0), family)
     assert len(found) == namespaces._MOST_DIFFERENCES
     assert set(found) <= {str(number) for number in range(1, 1000)}
+
+
+def test_of_many_namespaces_of_a_model_each_is_shown_beside_another() -> None:
+    known: Any = SimpleNamespace(fields=lambda number: {"model": "m", "kv_dtype": str(number)})
+    family = [NamespaceId(number) for number in range(1, 101)]
+    told = [
+        operator_pb2.NamespaceStatus(
+            namespace_id=n, fields=known.fields(n), differs=Namespaces.differences(known, n, family)
+        )
+        for n in family
+    ]
+    lines = list(namespace_lines(operator_pb2.StatusResponse(namespaces=told)))
+    pairs = [line.split(" differ in ")[0] for line in lines if " differ in " in line]
+    shown = [number for pair in pairs for number in pair.split()[1::2]]
+    assert set(shown) == {str(number) for number in family}
+    assert len(pairs) == len(set(pairs))
+    assert shown.count("100") == 1
 
 
 def test_of_many_damaged_places_the_log_names_a_few(caplog: pytest.LogCaptureFixture) -> None:
