@@ -16,7 +16,7 @@ import pytest
 from kvd import config, native
 from kvd.__main__ import main
 from kvd.cli.doctor import checks
-from kvd.cli.doctor.checks import Diagnosis, Subject, findings
+from kvd.cli.doctor.checks import MAX_SESSIONS_SHOWN, Diagnosis, Subject, findings
 from kvd.cli.doctor.system import OWN_VERSION, System
 from kvd.cli.status import as_text
 from kvd.config.tiers import TierRule
@@ -153,6 +153,25 @@ def test_the_fix_for_slower_copies_is_for_their_reason(
         if problem in found.problem
     )
     assert found.fix.startswith(fix) or f"({fix})" in found.fix
+
+
+@pytest.mark.parametrize("ready", [0, 3])
+@pytest.mark.parametrize("more", [-1, 0, 1, 400])
+def test_of_many_sessions_that_serve_nothing_the_first_are_named_and_the_rest_counted(
+    place: Path, more: int, ready: int
+) -> None:
+    status = pb.StatusResponse(version=OWN_VERSION, state="ready")
+    for number in range(ready):
+        status.sessions.add(session_id=number, engine_id="ready", usable=True)
+    for number in range(MAX_SESSIONS_SHOWN + more):
+        status.sessions.add(session_id=100 + number, engine_id=f"e{number}", world_size=2)
+    told = [found.problem for found in faults(replace(subject(place), status=status))]
+    named = [each for each in told if "has 0 of 2 ranks" in each]
+    assert len(named) == MAX_SESSIONS_SHOWN + min(more, 0)
+    assert [each for each in told if each.startswith("session 100 of e0 ")]
+    assert [each for each in told if "more sessions" in each] == (
+        [f"{more} more sessions serve nothing, as these"] if more > 0 else []
+    )
 
 
 def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:

@@ -307,6 +307,18 @@ def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFi
     assert (fields["policy"], fields["capacity_blocks"], fields["trace"]) == ("arc", 60, path)
 
 
+def test_command_says_how_far_it_is_while_it_reads_and_while_it_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", conversations(seed=2, count=3))
+    trace.write_bytes(b"\n" * 4 + trace.read_bytes())  # empty lines take time, too
+    monkeypatch.setattr(replay, "PROGRESS_INTERVAL_S", 0.0)
+    assert command("--trace", str(trace), "--policy", "lru", "--capacity-blocks", "9") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[:7] == [f"{trace}: {number} lines read" for number in range(1, 8)]
+    assert said[7:] == [f"lru: {number} of 3 requests" for number in range(1, 4)]
+
+
 def test_capacity_fraction_is_of_the_distinct_blocks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

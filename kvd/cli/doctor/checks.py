@@ -6,7 +6,7 @@ import asyncio
 import os
 import shlex
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from kvd_proto.v1 import operator_pb2 as pb
 FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
 PIDFD_OF_PEERS = (6, 5)
 LEAST_PROCESSORS = 1.0
+MAX_SESSIONS_SHOWN = 16  # of those that serve nothing
 NOT_LEASED_SHARE = 0.01  # of the blocks that were loaded: less is two who met for a moment
 LOOK_AT_WORKERS = (
     "look at the engine's workers: each must reach the socket (their logs say why not)"
@@ -490,6 +491,27 @@ def _ending(session: pb.SessionStatus) -> Diagnosis:
     )
 
 
+def _unusable(sessions: Sequence[pb.SessionStatus], is_draining: bool) -> Iterator[Diagnosis]:
+    """Of sessions that serve nothing: the first ones, and how many more there are."""
+    for session in sessions[:MAX_SESSIONS_SHOWN]:
+        if awaits_ends(session):
+            yield _ending(session)
+            continue
+        had = f"{len(session.ranks)} of {session.world_size} ranks"
+        yield Diagnosis(
+            "daemon",
+            f"session {session.session_id} of {session.engine_id} has {had}",
+            "kvd undrain: while it drains no rank comes in" if is_draining else LOOK_AT_WORKERS,
+        )
+    more = len(sessions) - MAX_SESSIONS_SHOWN
+    if more > 0:
+        yield Diagnosis(
+            "daemon",
+            f"{more} more sessions serve nothing, as these",
+            "kvd status names every session",
+        )
+
+
 def _service(on: Subject) -> Iterator[Diagnosis]:
     """What the running daemon says of itself."""
     status = on.status
@@ -498,16 +520,8 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
     is_draining = status.state == "draining"
     if is_draining:
         yield Diagnosis("daemon", "it drains: it takes no work", "kvd undrain")
+    yield from _unusable([each for each in status.sessions if not each.usable], is_draining)
     for session in status.sessions:
-        if not session.usable and awaits_ends(session):
-            yield _ending(session)
-        elif not session.usable:
-            had = f"{len(session.ranks)} of {session.world_size} ranks"
-            yield Diagnosis(
-                "daemon",
-                f"session {session.session_id} of {session.engine_id} has {had}",
-                "kvd undrain: while it drains no rank comes in" if is_draining else LOOK_AT_WORKERS,
-            )
         for note in sorted({r.copier_note for r in session.ranks if r.copier_note}):
             yield Diagnosis("daemon", f"ranks of {session.engine_id} copy slower", note, False)
     if status.blocks_not_leased > status.blocks_loaded * NOT_LEASED_SHARE:

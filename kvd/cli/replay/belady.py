@@ -18,17 +18,17 @@ not stand for prefixes the figure is only that of this policy, not a bound.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvd.cli.replay.trace import BlockIds, TraceRequest
+from kvd.cli.replay.trace import BlockIds, Progress, TraceRequest
 
 
 def leading_hits(
     requests: Sequence[TraceRequest],
     capacity_blocks: int,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Iterator[int]:
     """Leading blocks found by each request in a cache of so many blocks, in order of arrival."""
     next_uses = _next_uses(requests)

@@ -32,7 +32,7 @@ from kvd.cli.replay.compute import compute_ratio
 from kvd.cli.replay.device import EAGER, EVERYTHING, STORES, StoreRule
 from kvd.cli.replay.engine import BLOCK_BYTES, ReplayEngine
 from kvd.cli.replay.tiers import ReplayTiers, TierResult, TierSpec
-from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
+from kvd.cli.replay.trace import Progress, TraceError, TraceRequest, read_trace
 from kvd.config.tiers import REUSE, WRITES
 from kvd.config.values import number, one_of, parse_size, read_threshold, whole_number
 from kvd.core.policy import POLICY_NAMES
@@ -43,8 +43,6 @@ BELADY = "belady"
 PROGRESS_INTERVAL_S = 2.0
 MAX_BLOCK_BYTES = 1 << 30
 _ALIGN = 4096
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,14 +245,14 @@ def run(args: SimpleNamespace) -> int:
     try:
         _refuse_together(args)
         tiers = [_read_tier(text) for text in args.tier]
-        requests = read_trace(args.trace)  # of a long one this takes minutes
+        requests = read_trace(args.trace, _reporter(str(args.trace), "lines read"))
         specs = [_spec_of(tier, requests) for tier in tiers]
         rule = _store_rule_of(args, requests)
         capacity_blocks = _capacity_of(args, requests)
     except (TraceError, _OptionError) as error:
         print(f"kvd replay: {error}", file=sys.stderr)
         return EXIT_MISUSED
-    progress = _reporter(args.policy, len(requests))
+    progress = _reporter(args.policy, f"of {len(requests):,} requests")
     below = ReplayTiers(specs, args.block_bytes)
     try:
         result = replay(requests, args.policy, capacity_blocks, rule, progress, below)
@@ -348,15 +346,15 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _reporter(policy: str, requests: int) -> Progress:
-    """Says on stderr how far a long replay is, every few seconds."""
+def _reporter(title: str, of_what: str) -> Progress:
+    """Says on stderr how far it is, every few seconds."""
     last = time.monotonic()
 
     def progress(done: int) -> None:
         nonlocal last
         if time.monotonic() - last >= PROGRESS_INTERVAL_S:
             last = time.monotonic()
-            print(f"{policy}: {done:,} of {requests:,} requests", file=sys.stderr, flush=True)
+            print(f"{title}: {done:,} {of_what}", file=sys.stderr, flush=True)
 
     return progress
 

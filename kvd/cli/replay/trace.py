@@ -11,7 +11,7 @@ import contextlib
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shown  # a line may have megabytes in one field
@@ -27,6 +27,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_NUMBER = 2**63 - 1
 
 BlockIds = npt.NDArray[np.int64]
+Progress = Callable[[int], None]  # how much is done, of lines or requests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,17 +45,18 @@ class TraceError(Exception):
     what would help."""
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests of a trace, checked. Raises TraceError."""
-    requests = list(_requests(path))
+def read_trace(path: Path, progress: Progress = lambda _: None) -> list[TraceRequest]:
+    """All requests of a trace, checked; `progress` hears the number of each line. TraceError."""
+    requests = list(_requests(path, progress))
     if not requests:
         raise TraceError(f"{path}: no requests. Fix: give a trace with at least one line")
     return requests
 
 
-def _requests(path: Path) -> Iterator[TraceRequest]:
+def _requests(path: Path, progress: Progress) -> Iterator[TraceRequest]:
     last_ms = 0
     for number, line in _lines(path):
+        progress(number)
         if line.isspace():
             continue
         where = f"{path}:{number}"
