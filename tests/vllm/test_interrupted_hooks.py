@@ -98,10 +98,11 @@ def test_nothing_of_a_forward_that_raised_is_stored_nor_anything_after_it(
     late_rig.send(stores=[job])
     with pytest.raises(Interrupted):
         run_step(late_rig.metadata(stores=[job], begins_with_loads=begins_with_loads), raising)
-    late_rig.send(stores=[later])
-    late_rig.run(late_rig.metadata(stores=[later]))
-    late_rig.run_until_ended(job, later)
-    assert late_rig.was_done(job) == late_rig.was_done(later) == [False]
+    flushed = late_rig.draft("computed after it and flushed", [5])
+    late_rig.send(stores=[later, flushed])
+    late_rig.run(late_rig.metadata(stores=[later, flushed], flush=[flushed.job_id]))
+    late_rig.run_until_ended(job, later, flushed)
+    assert [late_rig.was_done(each) for each in (job, later, flushed)] == [[False]] * 3
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -174,3 +175,20 @@ def test_what_an_interrupted_step_was_to_say_is_said_with_the_next(
     assert manager.steps.draft.released_leases == [7]
     manager.send_step(StepJobs(itertools.count(1)))
     assert not manager.steps.draft.released_leases
+
+
+def test_a_new_session_hears_nothing_that_was_meant_for_the_one_before(
+    kvd: NodeDaemon, start_rig: StartRig
+) -> None:
+    """A lease of its own may have the number of an earlier session's."""
+    manager = KvdManager(offloading_config(0, 1, caches=cache_config()), KvdOptions())
+    manager.open(start_rig(kvd).connection)
+    assert manager.steps is not None
+    assert manager._queue is not None
+    manager.steps.draft.finished.append("r")
+    manager.steps.draft.released_leases.append(7)
+    manager._queue.released_leases.append(8)
+    assert manager.enter_session() is not None
+    assert not manager.steps.draft.finished
+    assert not manager.steps.draft.released_leases
+    assert not manager._queue.released_leases
