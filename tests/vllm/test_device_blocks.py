@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.request import RequestStatus
 
 from kvd.cli.replay.device import DeviceMemory
-from kvd_client.integrations.vllm.scheduling.lazy import BlocksOnDevice, check_lazy
+from kvd_client.integrations.vllm.scheduling.lazy import BlocksOnDevice, LeavingJob, check_lazy
+from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
+from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
+from tests.vllm.configurations import BLOCK_TOKENS, configure
+from tests.vllm.scheduler_stand import write_model
+from tests.vllm.test_one_group import ScriptedRequest
 
 TOKENS = 16
 
@@ -220,6 +230,99 @@ def test_what_found_no_room_is_named_again_and_after_a_reset_nothing_is() -> Non
     assert len(device.near()) == len(device.near()) == 2
     device.clear()
     assert device.near() == []
+
+
+class LazyScheduler:
+    """The connector's scheduler side in lazy mode, without a daemon, over a pool."""
+
+    def __init__(self, model: Path, pool: Pool) -> None:
+        lazy = {"store_mode": "lazy"}
+        made = configure(Path(write_model(model)), lazy, skip_tokenizer_init=True)
+        self.made = KvdConnectorScheduler(KvdOffloadingSpec(made.offloading), made.vllm, made.cache)
+        self.made.bind_gpu_block_pool(pool.pool)
+        assert self.made._device is not None
+        self.device = self.made._device
+
+    def step(self, began: dict[str, list[int]], scheduled: dict[str, int], *ended: str) -> Any:
+        """A step that gives these engine blocks to requests that begin, and computes so many blocks
+        of each; what it orders."""
+        new = [SimpleNamespace(req_id=each, block_ids=(row,)) for each, row in began.items()]
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        output = SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={
+                each: blocks * BLOCK_TOKENS for each, blocks in scheduled.items()
+            },
+            finished_req_ids=set(ended),
+            preempted_req_ids=set(),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+        )
+        return OffloadingConnectorScheduler.build_connector_meta(self.made, output)
+
+    def begin(self, request_id: str, prompt: Sequence[int]) -> ScriptedRequest:
+        request = ScriptedRequest(request_id, len(prompt))
+        request.block_hashes[:] = [name(block) for block in prompt]
+        self.made.on_new_request(request)
+        return request
+
+
+@pytest.fixture
+def three() -> Pool:
+    return Pool(3)
+
+
+@pytest.fixture
+def lazy(tmp_path: Path, three: Pool) -> LazyScheduler:
+    return LazyScheduler(tmp_path, three)
+
+
+@pytest.mark.parametrize("generates", [False, True])
+def test_what_a_request_generates_over_others_blocks_is_not_stored_under_their_names(
+    lazy: LazyScheduler, three: Pool, *, generates: bool
+) -> None:
+    first = lazy.begin("first", [1, 2, 3])
+    blocks = three.begin([1, 2, 3])
+    lazy.step({"first": [block.block_id for block in blocks]}, {"first": 3})
+    first.status = RequestStatus.FINISHED_STOPPED
+    three.end(blocks)
+    if generates:  # what is not stored; it takes all places
+        lazy.begin("second", [])
+        nameless = three.pool.get_new_blocks(3)
+        lazy.step({"second": [block.block_id for block in nameless]}, {"second": 3}, "first")
+        three.end(nameless[::-1])
+        three.end(three.begin([1, 2, 3]))  # of one that was preempted before it ran
+    assert near(lazy.device) == ([] if generates else [3, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("happens", "stored"),
+    [
+        (lambda _made, _context: None, [3, 2, 1]),
+        (lambda made, _context: made.reset_cache(), []),
+        (lambda made, context: made.manager.end_stores(context), [1]),
+    ],
+    ids=["nothing", "a reset", "a load in doubt"],
+)
+def test_of_whom_nothing_more_is_to_be_stored_nothing_is_when_it_leaves(
+    lazy: LazyScheduler, three: Pool, happens: Callable[[Any, Any], None], stored: list[int]
+) -> None:
+    request = lazy.begin("r", [1, 2, 3])
+    blocks = three.begin([1, 2, 3])
+    lazy.step({"r": [block.block_id for block in blocks]}, {"r": 1})
+    request.num_computed_tokens = BLOCK_TOKENS
+    happens(lazy.made, lazy.made._req_status["r"].req_context)
+    lazy.step({}, {"r": 2})
+    three.end(blocks)
+    assert near(lazy.device) == stored
+
+
+def test_a_reset_flushes_what_leaves_the_device(lazy: LazyScheduler) -> None:
+    tracked: Any = None
+    lazy.device.jobs[7] = LeavingJob(tracked, [key(1)], [1], [], cut=set())
+    lazy.made.reset_cache()
+    assert lazy.step({}, {}).jobs_to_flush == {7}
 
 
 def check(**changes: Any) -> None:

@@ -328,6 +328,41 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
     assert bool(as_lists) == bool(most)
 
 
+@pytest.mark.parametrize("what", ["plain", "has ended", "has a null block"])
+def test_what_is_not_plain_is_left_to_vllm(configuration: Configuration, what: str) -> None:
+    made = side(KvdConnectorScheduler, configuration)
+    request = ScriptedRequest("r", 3)
+    made.on_new_request(request)
+    status = made._req_status["r"]
+    status.update_offload_keys()
+    status.group_states[0].block_ids += [1, 0 if what == "has a null block" else 2, 3]
+    if what == "has ended":
+        request.status = RequestStatus.FINISHED_ABORTED
+    offered: list[Any] = []
+    made.manager.prepare_blocks = lambda keys, *_: offered.append(keys)  # there is no room
+    due = {"r": 3 * BLOCK_TOKENS}
+    assert made._store_new_blocks(due) == {}
+    assert due
+    assert offered == ([status.group_states[0].offload_keys] if what == "plain" else [])
+
+
+def test_of_two_resets_between_two_steps_the_first_ones_flush_is_kept(
+    configuration: Configuration,
+) -> None:
+    made, drawn = side(KvdConnectorScheduler, configuration), Drawn(0)
+    while not made._jobs:
+        arrived = drawn.arrivals()
+        for request in arrived:
+            made.on_new_request(request)
+        output = drawn.step(arrived)
+        OffloadingConnectorScheduler.build_connector_meta(made, output)
+        drawn.compute(output.num_scheduled_tokens)
+    under_way = set(made._jobs)
+    for _ in range(2):
+        made.reset_cache()
+    assert made._current_batch_jobs_to_flush == under_way
+
+
 def test_books_of_an_engine_with_blocks_of_several_are_vllms(
     configuration: Configuration, tmp_path: Path
 ) -> None:
