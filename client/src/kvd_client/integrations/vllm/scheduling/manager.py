@@ -237,8 +237,7 @@ class KvdManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         tracked = self.tracked(req_context)
-        if self._live.get(req_context.req_id) is tracked:
-            del self._live[req_context.req_id]
+        self._live.pop(req_context.req_id, None)
         if tracked.has_ended or self._queue is None or self.steps is None:
             return
         tracked.has_ended = True
