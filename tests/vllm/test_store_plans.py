@@ -52,12 +52,12 @@ class Offers:
 
     def __init__(self) -> None:
         self.planner = StorePlanner({0: OffloadGroup(0, 0, 16, 1, 1)}, KvdStats())
-        self._context = ReqContext("r")
-        self._tracked = track(self._context, 1, "")
+        self.context = ReqContext("r")
+        self._tracked = track(self.context, 1, "")
 
     def plan(self, page: Page, numbers: Sequence[int]) -> list[int]:
         keys = [OffloadKey(make_offload_key(block(number), 0)) for number in numbers]
-        offer = OfferedBlocks(self._tracked, self._context, keys, list(by_group(keys)))
+        offer = OfferedBlocks(self._tracked, self.context, keys, list(by_group(keys)))
         output = self.planner.plan(offer, page, lambda *_: True)
         assert output is not None
         wanted = dict(zip(keys, numbers, strict=True))
@@ -112,3 +112,12 @@ def test_what_is_on_its_way_is_not_offered_again_until_it_has_ended(offers: Offe
     assert offers.plan(page, range(LONG + 50)) == list(range(LONG, LONG + 50))
     offers.planner.ended([OffloadKey(make_offload_key(block(7), 0))])
     assert offers.plan(page, range(LONG)) == [7]
+
+
+def test_who_found_room_for_some_only_is_named_as_it_is_named_now(offers: Offers) -> None:
+    """Another request may have its first id by then."""
+    offers.context.req_id = "r#1"
+    assert offers.plan(Page(set(), room=2), range(3)) == [0, 1]
+    ((name, cut),) = offers.planner.cut
+    assert name == "r#1"
+    assert cut == {make_offload_key(block(2), 0)}

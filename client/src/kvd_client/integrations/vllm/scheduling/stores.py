@@ -136,7 +136,7 @@ class StorePlanner:
             return None
         if room < len(wanted) and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
             offered, wanted = wanted, _heads(wanted, parts, self.budget, self._groups)
-            self.cut.append((tracked.request.request_id, set(offered).difference(wanted)))
+            self.cut.append((req_context.req_id, set(offered).difference(wanted)))
             self._stats.counts[NO_ROOM] += 1
             parts = list(by_group(wanted))
         self._stats.note_allocation(len(wanted))
