@@ -328,6 +328,20 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
     assert bool(as_lists) == bool(most)
 
 
+def test_a_request_whose_id_is_like_the_new_name_of_an_ended_one_keeps_its_record(
+    configuration: Configuration,
+) -> None:
+    made = side(KvdConnectorScheduler, configuration)
+    ended, other, again = (ScriptedRequest(name, 1) for name in ("r", "r#1", "r"))
+    for request in (ended, other):
+        made.on_new_request(request)
+    ended.status = RequestStatus.FINISHED_STOPPED
+    made.request_finished(ended)
+    made.on_new_request(again)
+    named = {name: status.req for name, status in made._req_status.items()}
+    assert named == {"r": again, "r#1": other, "r#2": ended}
+
+
 @pytest.mark.parametrize("what", ["plain", "has ended", "has a null block"])
 def test_what_is_not_plain_is_left_to_vllm(configuration: Configuration, what: str) -> None:
     made = side(KvdConnectorScheduler, configuration)

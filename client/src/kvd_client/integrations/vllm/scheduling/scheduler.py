@@ -149,7 +149,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
         ended = self._req_status.pop(req_id, None)
         if ended is None:
             return
-        name = f"{req_id}#{next(self._names_given)}"
+        names = (f"{req_id}#{number}" for number in self._names_given)
+        name = next(each for each in names if each not in self._req_status)
         self._req_status[name] = ended
         ended.req_context.req_id = name
         for job_id in ended.transfer_jobs:
