@@ -121,6 +121,31 @@ def test_a_step_that_is_never_finalized_begins_its_stores_before_the_next_ones_f
     assert told(worker) == ({3: 1}, {3})
 
 
+def test_a_load_does_not_wait_for_what_an_earlier_steps_hook_saw_launched(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for all that was launched by now: the earlier step's own loads never began."""
+    ends = iter(["earlier", "now"])
+    monkeypatch.setattr(worker, "compute_end", lambda _device: next(ends))
+    waited: list[Any] = []
+    monkeypatch.setattr(rank.worker._worker, "start_loads", lambda _plan, end: waited.append(end))
+    rank.worker.note_launched(orders(StepPlan(loads=(1,))))
+    rank.worker.start_kv_transfers(orders(StepPlan(loads=(2,))))
+    assert waited == ["now"]
+
+
+def test_an_error_once_a_steps_stores_have_begun_says_nothing_of_its_kv(rank: Rank) -> None:
+    step = orders(StepPlan(stores=(1,)))
+    rank.worker.handle_preemptions(step)
+    rank.worker.start_kv_transfers(step)
+    rank.worker.prepare_store_kv(step)
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        rank.worker.get_transfer_results(set())
+    assert not rank.worker._is_kv_wrong
+
+
 def test_the_flush_runs_with_whichever_hook_comes_first(rank: Rank) -> None:
     worker = rank.worker
     worker.start_kv_transfers(orders(StepPlan(computed_stores=(1,), flush=(1,))))
