@@ -30,6 +30,7 @@ MODEL = {
 }
 MULTIMODAL = {
     "language_model_only": True,
+    "media_io_kwargs": {"video": {"num_frames": 16}},
     "mm_encoder_attn_dtype": "fp8",
     "mm_processor_kwargs": {"num_crops": 4},
     "video_pruning_method": "another",

@@ -18,8 +18,10 @@ MODEL_SETTINGS = (
     "quantization_config",
     "runner_type",
 )
+# How many frames of a video are read, vLLM's hash has where a request says it, and not always else.
 MULTIMODAL_SETTINGS = (
     "language_model_only",
+    "media_io_kwargs",
     "mm_encoder_attn_dtype",
     "mm_processor_kwargs",
     "video_pruning_method",
@@ -94,7 +96,8 @@ def _describe_model(model_config: Any) -> dict[str, Any]:
     described["dtype"] = str(model_config.dtype)
     multimodal = getattr(model_config, "multimodal_config", None)
     if multimodal is not None:
-        described["multimodal"] = _pick(multimodal, MULTIMODAL_SETTINGS)
+        picked = _pick(multimodal, MULTIMODAL_SETTINGS)
+        described["multimodal"] = {name: value for name, value in picked.items() if value != {}}
     if depends_on_length(model_config):
         described["max_model_len"] = model_config.max_model_len
     return described
