@@ -15,11 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
-from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import RequestStatus
 
 from kvd.cli.replay.device import DeviceMemory
 from kvd_client.integrations.vllm.scheduling.lazy import BlocksOnDevice, LeavingJob, check_lazy
+from kvd_client.integrations.vllm.scheduling.requests import track
 from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from tests.vllm.configurations import BLOCK_TOKENS, configure
@@ -323,6 +324,19 @@ def test_a_reset_flushes_what_leaves_the_device(lazy: LazyScheduler) -> None:
     lazy.device.jobs[7] = LeavingJob(tracked, [key(1)], [1], [], cut=set())
     lazy.made.reset_cache()
     assert lazy.step({}, {}).jobs_to_flush == {7}
+
+
+def test_of_a_failed_store_of_what_leaves_no_fence_stays_and_no_block_counts_as_dealt_with(
+    lazy: LazyScheduler,
+) -> None:
+    tracked = track(ReqContext("leaving"), 1, "")
+    lazy.device.jobs[7] = LeavingJob(tracked, [key(1)], [1], [], cut=set())
+    lazy.device.deal_with([(1, key(1))])
+    lazy.made._block_id_to_pending_jobs[1] = {7}
+    lazy.made._end_leaving(7, failed=True, left=False)
+    assert not lazy.device.jobs
+    assert not lazy.device._dealt_with
+    assert not lazy.made._block_id_to_pending_jobs
 
 
 def check(**changes: Any) -> None:

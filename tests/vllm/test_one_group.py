@@ -522,3 +522,34 @@ def test_nothing_is_kept_of_who_has_ended(decoding: tuple[Any, ScriptedRequest])
     request.status = RequestStatus.FINISHED_STOPPED
     made.request_finished(request)
     assert not made._next_look
+
+
+def test_what_a_step_left_out_is_offered_at_the_requests_end_at_last(
+    decoding: tuple[Any, ScriptedRequest],
+) -> None:
+    made, request = decoding
+    status = made._req_status["r"]
+    status.update_offload_keys()
+    made.manager.block_of = lambda _key, _context: 1
+    made._offer_later(status, {status.group_states[0].offload_keys[1]})
+    assert status.group_states[0].next_stored_chunk_idx == 2
+    made.request_finished(request)
+    assert status.group_states[0].next_stored_chunk_idx == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_failed_store_of_who_must_be_whole_at_its_end_is_offered_again_at_once(
+    decoding: tuple[Any, ScriptedRequest], *, at_once: bool
+) -> None:
+    made, _request = decoding
+    status = made._req_status["r"]
+    status.update_offload_keys()
+    made.manager.block_of = lambda _key, _context: 1
+    made.manager.fail_stores = lambda _tracked, _keys: True
+    tracked = SimpleNamespace(request=SimpleNamespace(request_level=at_once))
+    made.manager.tracked = lambda _context: tracked
+    keys = {status.group_states[0].offload_keys[1]}
+    made._jobs[7] = SimpleNamespace(req_id="r", is_store=True, keys=keys)
+    made._fail(7)
+    assert status.group_states[0].next_stored_chunk_idx == (1 if at_once else 2)
+    assert len(made._left) == (0 if at_once else 1)

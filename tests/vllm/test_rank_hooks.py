@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, RankHandshake
+from kvd_client.integrations.vllm.metadata import (
+    KvdConnectorMetadata,
+    KvdWorkerMetadata,
+    RankHandshake,
+)
 from kvd_client.integrations.vllm.rank import memory, worker
 from kvd_client.integrations.vllm.rank.memory import compute_end
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
@@ -88,6 +92,22 @@ def test_a_job_in_parts_is_told_once_its_last_part_has_ended_and_fails_with_any(
     assert told(worker) == ({0: 1, 1: 1}, {0})
 
 
+def test_what_any_part_left_or_gave_up_is_told_of_the_whole_job(rank: Rank) -> None:
+    step = orders(StepPlan(stores=(1, 2, 3)))
+    step.owners = {1: 0, 2: 0, 3: 1}
+    rank.worker.handle_preemptions(step)
+    ends = (
+        JobReport(1, done=True, left=True),
+        JobReport(2, done=True),
+        JobReport(3, done=False, given_up=True),
+    )
+    rank.worker._worker.get_finished = lambda: WorkerReport(0, ends)  # type: ignore[method-assign]
+    rank.worker.get_transfer_results(set())
+    meta = rank.worker.build_connector_worker_meta()
+    assert meta is not None
+    assert (meta.left_jobs, meta.failed_jobs, meta.gave_up) == ({0}, {1}, True)
+
+
 def test_a_step_whose_hooks_come_twice_is_carried_out_once(rank: Rank) -> None:
     worker = rank.worker
     step = orders(StepPlan(loads=(1,), stores=(2,)), refused=(3,), load_requests={0: "r"})
@@ -161,6 +181,15 @@ def test_equal_steps_are_not_taken_for_the_same(rank: Rank) -> None:
         worker.handle_preemptions(orders(StepPlan(), refused=(job_id,)))
     worker.get_transfer_results(set())
     assert told(worker)[1] == set(range(8))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_one_rank_says_of_a_job_is_said_of_it_by_all(first: int) -> None:
+    ranks = [KvdWorkerMetadata({1: 1, 2: 1}), KvdWorkerMetadata({1: 1, 2: 1})]
+    ranks[1].failed_jobs, ranks[1].left_jobs, ranks[1].gave_up = {1}, {2}, True
+    both = ranks[first].aggregate(ranks[1 - first])
+    assert both.completed_jobs == {1: 2, 2: 2}
+    assert (both.failed_jobs, both.left_jobs, both.gave_up) == ({1}, {2}, True)
 
 
 def test_get_finished_says_the_same_in_two_sets(rank: Rank) -> None:
