@@ -192,6 +192,17 @@ def test_what_one_rank_says_of_a_job_is_said_of_it_by_all(first: int) -> None:
     assert (both.failed_jobs, both.left_jobs, both.gave_up) == ({1}, {2}, True)
 
 
+def test_a_rank_may_rest_where_a_step_ran_nothing_and_refused_nothing(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[bool] = []
+    monkeypatch.setattr(rank.worker._worker, "rest", lambda *, has_run: steps.append(has_run))
+    for has_run, refused in ((True, ()), (False, (1,)), (False, ())):
+        rank.worker.handle_preemptions(orders(StepPlan(), has_run=has_run, refused=refused))
+        rank.worker.get_transfer_results(set())
+    assert steps == [True, False]
+
+
 def test_get_finished_says_the_same_in_two_sets(rank: Rank) -> None:
     rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={0: "r"}))
     assert rank.worker.get_finished(set()) == (set(), {"r"})
@@ -220,10 +231,12 @@ def test_sleep_without_a_daemon_neither_waits_nor_raises(
     assert "waiting for it" not in caplog.text
 
 
-def test_registering_again_takes_the_new_tensors(rank: Rank) -> None:
+def test_registering_again_takes_the_new_tensors_and_trusts_them(rank: Rank) -> None:
     before = rank.worker.get_handshake_metadata()
+    rank.worker._is_kv_wrong = True
     rank.worker.register_kv_caches(rank.kv)
     assert rank.worker.get_handshake_metadata() == before
+    assert not rank.worker._is_kv_wrong
 
 
 @pytest.mark.parametrize("other_id", ["second", "first"])
