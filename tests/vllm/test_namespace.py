@@ -362,6 +362,31 @@ def test_adapters_share_only_under_a_name_for_what_is_in_them(model: Path) -> No
     assert different(configure(model).namespace(), one) == {"lora_digest"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("enable_moe_shared_loras", True),
+        ("enable_tower_connector_lora", True),
+        ("target_modules", ["qkv_proj"]),
+        ("target_modules", ["qkv_proj", "o_proj"]),
+    ],
+)
+def test_what_an_adapter_is_applied_to_counts(model: Path, setting: str, value: object) -> None:
+    made = configure(model, {"lora_id": "one"}, enable_lora=True)
+    assert made.vllm.lora_config is not None
+
+    def change(vllm_config: Any) -> None:
+        setattr(vllm_config.lora_config, setting, value)
+
+    assert different(made.namespace(), changed(made, change).namespace()) == {"lora_digest"}
+    if isinstance(value, list):
+
+        def turn(vllm_config: Any) -> None:
+            setattr(vllm_config.lora_config, setting, value[::-1])
+
+        assert changed(made, turn).namespace() == changed(made, change).namespace()
+
+
 # -- groups and shards --------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ MULTIMODAL = {
     "language_model_only": True,
     "media_io_kwargs": {"video": {"num_frames": 16}},
     "mm_encoder_attn_dtype": "fp8",
+    "mm_encoder_fp8_scale_path": "/scales.json",
     "mm_processor_kwargs": {"num_crops": 4},
     "video_pruning_method": "another",
     "video_pruning_rate": 0.5,
@@ -39,8 +40,10 @@ MULTIMODAL = {
 OTHERS = {
     "attention_config.disable_flashinfer_q_quantization": True,
     "attention_config.indexer_kv_dtype": "fp8",
+    "attention_config.indexer_sparse_logits": True,
     "attention_config.use_non_causal": True,
     "attention_config.use_prefill_query_quantization": True,
+    "attention_config.use_trtllm_attention": False,
     "cache_config.kv_sharing_fast_prefill": True,
     "cache_config.swa_bounded_replay": False,
     "kernel_config.linear_backend": "marlin",
@@ -50,6 +53,8 @@ OTHERS = {
 }
 VARIABLES = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": "1",
+    "VLLM_BATCH_INVARIANT": "1",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH": "1",
     "VLLM_DISABLED_KERNELS": "CutlassFP8",
@@ -59,7 +64,10 @@ VARIABLES = {
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"b_dtype": "int8"}',
     "VLLM_HUMMING_USE_F16_ACCUM": "1",
     "VLLM_MARLIN_INPUT_DTYPE": "int8",
+    "VLLM_MEDIA_CONNECTOR": "a_site",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_MOE_USE_DEEP_GEMM": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
     "VLLM_VIDEO_LOADER_BACKEND": "opencv_dynamic",
 }
@@ -174,6 +182,7 @@ def test_how_a_drafter_drafts_and_what_it_is_counts(base: Configuration) -> None
     others: list[dict[str, Any]] = [
         {"method": "eagle3"},
         {"quantization": "fp8"},
+        {"moe_backend": "marlin"},
         {"disable_lookahead_block_hashes": True},
         {"dtype": "float16"},
         {"code_revision": "0123abc"},

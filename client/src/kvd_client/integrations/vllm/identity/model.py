@@ -23,6 +23,7 @@ MULTIMODAL_SETTINGS = (
     "language_model_only",
     "media_io_kwargs",
     "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
     "mm_processor_kwargs",
     "video_pruning_method",
     "video_pruning_rate",
@@ -32,7 +33,7 @@ CACHE_SETTINGS = ("kv_sharing_fast_prefill", "swa_bounded_replay")
 # Of a model that denoises a canvas of tokens, each of which sees all of them.
 DIFFUSION_SETTINGS = ("canvas_length", "max_denoising_steps")
 # The drafter's keys and values are in the cache too, and its hashes may look a token ahead.
-SPECULATIVE_SETTINGS = ("disable_lookahead_block_hashes", "method", "quantization")
+SPECULATIVE_SETTINGS = ("disable_lookahead_block_hashes", "method", "moe_backend", "quantization")
 # Of what says how tokens are drawn, what a model of vLLM takes for a part of its layers: Llama 4
 # whether attention has a temperature, those that denoise when they have done so.
 GENERATION_SETTINGS = ("attn_temperature_tuning", "max_denoising_steps", "stability_threshold")
@@ -41,15 +42,20 @@ KERNEL_SETTINGS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 ATTENTION_SETTINGS = (
     "disable_flashinfer_q_quantization",
     "indexer_kv_dtype",
+    "indexer_sparse_logits",
     "use_non_causal",
     "use_prefill_query_quantization",
 )
+# Without a choice vLLM chooses; "no" is one, too: queries are not rounded then.
+ATTENTION_CHOICES = ("use_trtllm_attention",)
 # A state of recurrent layers may be rounded at random as it is written.
 MAMBA_SETTINGS = ("enable_stochastic_rounding",)
 # And of the environment, with what chooses a token's experts and a video's frames: a block's hash
-# has the video's file only.
+# has the video's file only. Whoever wants the same whatever the batch wants no other's blocks.
 SHAPING_VARIABLES = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_DISABLED_KERNELS",
@@ -59,7 +65,10 @@ SHAPING_VARIABLES = (
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_USE_F16_ACCUM",
     "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MEDIA_CONNECTOR",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM_E8M0",
     "VLLM_VIDEO_LOADER_BACKEND",
 )
@@ -114,6 +123,7 @@ def _kernels(vllm_config: Any) -> dict[str, Any]:
     picked |= _pick(vllm_config.attention_config, ATTENTION_SETTINGS)
     picked |= _pick(getattr(vllm_config, "mamba_config", None), MAMBA_SETTINGS)
     chosen = {name: value for name, value in picked.items() if value not in ("auto", False)}
+    chosen |= _pick(vllm_config.attention_config, ATTENTION_CHOICES)
     given = tuple(name for name in SHAPING_VARIABLES if os.environ.get(name))
     return chosen | _pick(envs, given)
 

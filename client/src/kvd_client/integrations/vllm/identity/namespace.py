@@ -31,6 +31,8 @@ HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_HASH_SEED = "vllm-none-hash"
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 TIME_DIGITS = 19  # of the nanoseconds since 1970, till 2286
+# What an adapter does beside what is in it: to which layers, to images, in which order.
+LORA_SETTINGS = ("enable_moe_shared_loras", "enable_tower_connector_lora", "target_modules")
 POOLING_TYPES = ("seq_pooling_type", "tok_pooling_type")  # of vLLM's pooler
 NO_HANDSHAKE = (
     "not every rank has told its layout; under MultiConnector name KvdConnector first, because"
@@ -300,7 +302,15 @@ def _lora(vllm_config: Any, options: KvdOptions) -> str:
     if lora is None:
         return ""
     dtype = str(lora.lora_dtype).removeprefix("torch.")
-    return f"{options.lora_id or 'contents not known'} {dtype}"
+    parts = [options.lora_id or "contents not known", dtype]
+    for setting in LORA_SETTINGS:
+        value = getattr(lora, setting, None)
+        parts += [f"{setting}={_in_order(value)}"] if value else []
+    return " ".join(parts)
+
+
+def _in_order(value: Any) -> str:
+    return ",".join(sorted(value)) if isinstance(value, list) else str(value)
 
 
 def _hash_algorithm(cache_config: Any, offloading_config: Any) -> str:
