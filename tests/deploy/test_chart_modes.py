@@ -517,7 +517,12 @@ MODELS = [{"name": "models", "emptyDir": {}}]
             r"engine\.extraVolumes has name models, .*: rename it",
         ),
         (
-            {"engine": {"enabled": True, "extraVolumeMounts": [{"mountPath": "/dev/shm"}]}},
+            {
+                "engine": {
+                    "enabled": True,
+                    "extraVolumeMounts": [{"name": "m", "mountPath": "/dev/shm"}],
+                }
+            },
             r"engine\.extraVolumeMounts has mountPath /dev/shm",
         ),
     ],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+import tomllib
 from typing import Any
 
 import pytest
 
-from tests.deploy.test_chart import chart, helm
+from kvd_client.integrations.vllm.options import VLLM_KEYS, KvdOptions
+from tests.deploy.test_chart import CHART, chart, helm
 
 __all__ = ["chart"]
 
@@ -165,6 +169,18 @@ def test_a_value_that_must_be_there_is_named_where_nothing_is_behind_it(
         ({"engine": {"resources": {"limits": {}, "request": {}}}}, "request"),
         ({"extraEnv": [{"name": "TZ", "value": 1}]}, "/extraEnv/0/value"),
         ({"engine": {"extraEnv": [{"name": "HF_OFF", "value": True}]}}, "/engine/extraEnv/0/value"),
+        ({"connection": {"vllm": {"min_load_token": 64}}}, "min_load_token"),
+        ({"connection": {"vllm": {"eviction_policy": "lru"}}}, "eviction_policy"),
+        ({"connection": {"vllm": {"store_mode": "lazily"}}}, "/connection/vllm/store_mode"),
+        ({"connection": {"vllm": {"trust_page": "false"}}}, "/connection/vllm/trust_page"),
+        ({"extraVolumes": [{}, {}]}, "/extraVolumes/0': missing property 'name'"),
+        ({"extraVolumes": [{"name": None}]}, "/extraVolumes/0/name"),
+        ({"extraVolumeMounts": [{"name": "a"}]}, "missing property 'mountPath'"),
+        ({"engine": {"extraVolumes": [{"emptyDir": {}}]}}, "/engine/extraVolumes/0"),
+        ({"engine": {"podSecurityContext": {"supplementalGroups": 5}}}, "supplementalGroups"),
+        ({"tiers": [DISK | {"volumes": [{"name": "data"}]}]}, "/tiers/0/volumes/0"),
+        ({"tiers": [DISK | {"volumes": [{"hostPath": None}]}]}, "/tiers/0/volumes/0/hostPath"),
+        ({"terminationGracePeriodSeconds": 1e20}, "/terminationGracePeriodSeconds"),
     ],
 )
 def test_what_is_misspelt_or_of_another_type_is_named(
@@ -172,3 +188,62 @@ def test_what_is_misspelt_or_of_another_type_is_named(
 ) -> None:
     with pytest.raises(helm.HelmValuesError, match=named):
         chart.validate_schema(wrong)
+
+
+def test_the_chart_knows_the_connectors_options_and_their_bounds() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["connection"]["properties"]["vllm"]["properties"]
+    own = {option.name: option for option in dataclasses.fields(KvdOptions)}
+    assert known.keys() == own.keys() | VLLM_KEYS
+    for name, option in own.items():
+        said, meant = known[name], option.metadata
+        assert said["description"] == meant["meaning"], name
+        assert said.get("enum") == (list(meant["choices"]) if "choices" in meant else None), name
+        bounds = (said.get("minimum"), said.get("maximum"))
+        assert bounds == meant.get("range", (None, None)), name
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {"block_size": "32", "blocks_per_chunk": None, "offload_prompt_only": False},
+        {"hand_off_s": 0.001, "min_load_tokens": 1 << 30, "store_mode": "lazy", "tenant": ""},
+    ],
+)
+def test_what_the_connector_takes_the_chart_takes(chart: helm.Chart, right: dict[str, Any]) -> None:
+    KvdOptions.from_extra_config(right)
+    chart.validate_schema({"connection": {"vllm": right}})
+
+
+@pytest.mark.parametrize("kind", ["limits", "requests"])
+@pytest.mark.parametrize("name", ["cpu", "memory"])
+def test_an_amount_with_nothing_behind_it_is_left_out_and_the_other_stays(
+    chart: helm.Chart, kind: str, name: str
+) -> None:
+    """The cluster would take it for 0."""
+    amounts = {"limits": {"memory": "19Gi"}, "requests": {"cpu": "1", "memory": "19Gi"}}
+    amounts[kind].pop(name, None)
+    (daemons,) = (
+        made
+        for made in documents(chart, {"resources": {kind: {name: None}}})
+        if made["kind"] == "DaemonSet"
+    )
+    (container,) = daemons["spec"]["template"]["spec"]["containers"]
+    assert container["resources"] == amounts
+
+
+def test_options_and_numbers_of_any_form_reach_the_daemon_as_they_are(chart: helm.Chart) -> None:
+    """It refuses them with their names; a file that is no TOML it could only refuse whole."""
+    options = {"a b": "x", "c.d": 1, "x\ny": "z", "large": 1e20, "least": -1e300}
+    values = {
+        "config": {"extent_bytes": 4096 * 10**20},
+        "tiers": [{"name": "a", "kind": "valkey", "options": options}],
+    }
+    (texts,) = (
+        made["data"]["kvd.toml"]
+        for made in documents(chart, values)
+        if made["kind"] == "ConfigMap" and "kvd.toml" in made["data"]
+    )
+    read = tomllib.loads(texts)
+    assert read["tiers"][0]["options"] == options
+    assert read["extent_bytes"] == 4096e20

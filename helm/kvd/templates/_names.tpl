@@ -97,9 +97,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $asked := default dict $given.requests -}}
 {{- $capped := default dict $given.limits -}}
 {{- range $name, $_ := $memory -}}
-{{- if and (hasKey $asked $name) (not (hasKey $capped $name)) -}}
+{{- if and (get $asked $name) (not (hasKey $capped $name)) -}}
 {{- $_ := set $limits $name (get $asked $name) -}}
-{{- else if and (hasKey $capped $name) (not (hasKey $asked $name)) -}}
+{{- else if and (get $capped $name) (not (hasKey $asked $name)) -}}
 {{- $_ := set $requests $name (get $capped $name) -}}
 {{- end -}}
 {{- end -}}
@@ -114,6 +114,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 {{- $whole := dict "requests" (mergeOverwrite $requests $asked) "limits" (mergeOverwrite $limits $capped) -}}
+{{- /* The cluster would take nothing behind a name for 0. */ -}}
+{{- range $kind, $amounts := $whole -}}
+{{- range $name, $amount := $amounts -}}
+{{- if kindIs "invalid" $amount -}}
+{{- $_ := unset $amounts $name -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml (merge $whole (omit $given "requests" "limits")) -}}
 {{- end -}}
 

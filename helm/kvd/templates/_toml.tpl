@@ -1,7 +1,7 @@
-{{- /* One value as TOML. Numbers of YAML come as floats; whole ones are written whole. */ -}}
+{{- /* One value as TOML. Numbers of YAML come as floats; whole ones are written whole, where they can be. */ -}}
 {{- define "kvd.tomlValue" -}}
 {{- if kindIs "float64" . -}}
-{{- if eq (floor .) . }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- if and (eq (floor .) .) (lt . 9e18) (gt . -9e18) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
 {{- else -}}
 {{- toJson . -}}
 {{- end -}}
@@ -21,10 +21,10 @@
 directories = {{ include "kvd.tierDirectories" $tier }}
 {{- end }}
 {{- range $name, $value := $tier.options }}
-{{ $name }} = {{ include "kvd.tomlValue" $value }}
+{{ toJson $name }} = {{ include "kvd.tomlValue" $value }}
 {{- end }}
 {{- range $name, $key := $tier.secretFiles }}
-{{ $name }} = {{ printf "/etc/kvd-secrets/%s/%s" $tier.name $name | toJson }}
+{{ toJson $name }} = {{ printf "/etc/kvd-secrets/%s/%s" $tier.name $name | toJson }}
 {{- end }}
 {{- end -}}
 
