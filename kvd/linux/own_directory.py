@@ -163,21 +163,27 @@ def _require_steady(wanted: Wanted, path: Path, found: os.stat_result) -> None:
         )
 
 
-def _require_mine(wanted: Wanted, path: Path, found: os.stat_result) -> None:
+def _require_mine(
+    wanted: Wanted, path: Path, found: os.stat_result, otherwise: str = "remove it"
+) -> None:
     if found.st_uid != os.geteuid():
         raise wanted.refused(
-            f"{path} belongs to uid {found.st_uid}, not to the daemon's user (uid"
-            f" {os.geteuid()}): whoever made it could read and forge KV; remove it, or name another"
+            f"{path} belongs to uid {found.st_uid}, not to the daemon's user (uid {os.geteuid()}):"
+            f" whoever made it could read and forge KV; {otherwise}, or name another"
         )
 
 
 def _require_own_entries(wanted: Wanted, directory: int, path: Path) -> None:
     """Everything in it, and in its directories, is the daemon user's alone."""
+    given = (
+        "if that was an earlier daemon, give all of its files to this one's user"
+        f" (chown -R {os.geteuid()} {_quoted(wanted.path.absolute())}); else remove them"
+    )
     for name, found in _entries(directory):
         entry = path / name
         if stat.S_ISLNK(found.st_mode):
             raise wanted.refused(f"{entry} is a link; remove it")
-        _require_mine(wanted, entry, found)
+        _require_mine(wanted, entry, found, otherwise=given)
         if stat.S_ISDIR(found.st_mode):
             _require_own_subdirectory(wanted, directory, entry, found)
             continue

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +113,27 @@ def test_one_file_of_another_user_in_a_pool_of_ones_own_is_refused(
     assert f"{planted} belongs to uid {STRANGER}" in said
     planted.unlink()
     daemon.start()
+
+
+@as_root
+def test_a_pool_of_a_daemon_of_another_user_is_taken_up_after_the_command_that_is_told(
+    daemon: DaemonProcess,
+) -> None:
+    """As where the user of a chart or unit was changed: the directory is the new one's."""
+    daemon.end()
+    for path in daemon.pool.rglob("*"):
+        os.chown(path, STRANGER, STRANGER)
+    said = refused(Path(daemon.socket), daemon.pool, "--pool-bytes", "32MiB")
+    assert f"belongs to uid {STRANGER}" in said
+    assert "else remove them, or name another" in said
+    (command,) = re.findall(r"\((chown -R .*?)\)", said)
+    subprocess.run(command.split(), check=True)
+    before = daemon.log.stat().st_size
+    daemon.start()
+    told = daemon.log.read_bytes()[before:]
+    assert b"blocks recovered" in told
+    assert b"the pool is new" not in told
+    assert b"the pool is cold" not in told
 
 
 @pytest.mark.parametrize("name", ["registry.jsonl", "movers", "lock"])
