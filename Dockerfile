@@ -67,6 +67,7 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=30s --timeout=10s --start-period=5m --retries=3 \
   CMD ["kvd", "status", "--timeout", "5"]
 # No init is needed: what kvd starts are its children, which it reaps. Orphans of an exec into the
-# container stay zombies until it ends: run it with --init where shells are left behind there.
+# container stay zombies until it ends: run it with --init where shells are left behind there. In
+# Kubernetes the pod's first process reaps them.
 ENTRYPOINT ["kvd"]
 CMD ["serve"]

@@ -307,6 +307,13 @@ def test_the_nodes_own_runtime_and_pid_namespaces_may_be_kept(chart: helm.Chart)
     assert pod(chart, {"hostPID": True})["hostPID"] is True
 
 
+def test_orphans_of_an_exec_are_reaped_by_the_pods_first_process(chart: helm.Chart) -> None:
+    """Kubernetes takes no pod that shares the node's pids and its own."""
+    assert pod(chart)["shareProcessNamespace"] is True
+    for values in ({"hostPID": True}, {"gpu": {"enabled": True}}):
+        assert "shareProcessNamespace" not in pod(chart, values)
+
+
 @pytest.mark.parametrize("size", ["2Mi", "1Gi"])
 def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
     chart: helm.Chart, tmp_path: Path, size: str
