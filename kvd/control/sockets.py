@@ -59,8 +59,9 @@ def _is_answered(path: Path) -> bool:
             if error.errno == errno.EPROTOTYPE:  # one of datagrams, say: another program's
                 return True
             raise OSError(
-                f"uid {os.geteuid()} can't reach {path} ({error.strerror}): give its directory"
-                " to the daemon's user, or choose another --socket"
+                f"uid {os.geteuid()} can't reach {path} ({error.strerror}): give it and its"
+                " directory to the daemon's user (an earlier daemon of another user may have left"
+                " it), or choose another --socket"
             ) from error
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,6 +68,14 @@ def socket_is_roots(place: Path, _flags: dict[str, str]) -> None:
     os.chown(place / "run", 0, 0)
 
 
+def socket_was_left_by_root(place: Path, _flags: dict[str, str]) -> None:
+    """As a daemon of another user leaves it that was killed; the directory is the new one's."""
+    left = place / "run" / "kvd.sock.companion"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as bound:
+        bound.bind(str(left))
+    left.chmod(0o660)
+
+
 def socket_has_no_place(place: Path, flags: dict[str, str]) -> None:
     flags["--socket"] = str(place / "none" / "kvd.sock")
 
@@ -122,6 +131,7 @@ def port_is_roots(_place: Path, flags: dict[str, str]) -> None:
 
 IN_THE_WAY: dict[Callable[[Path, dict[str, str]], None], tuple[str, str]] = {
     socket_is_roots: ("{place}/run/kvd.sock.companion (Permission denied)", "another --socket"),
+    socket_was_left_by_root: ("{place}/run/kvd.sock.companion (Permission denied)", "give it and"),
     socket_has_no_place: ("the socket's directory {place}/none", "choose another --socket"),
     group_is_roots: ("is not in socket_group 'root'", "usermod -aG root"),
     pool_is_roots: ("pool_directory {place}/pool is not safe", "or name another"),
