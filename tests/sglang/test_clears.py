@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvd_client.integrations.sglang import namespace
+from kvd_client.integrations.sglang.weights import watch
 from tests.sglang.conftest import StartRank
 from tests.sglang.prompts import PAGES, keys, prompt
 from tests.sglang.rig import Rank, mla_device_pool
@@ -73,3 +76,53 @@ def test_a_backend_that_is_attached_anew_finds_nothing_of_before_the_clear(
     clear(rank)
     assert rank.backend.batch_exists(keys(41)) == 0
     assert other.backend.batch_exists(keys(40)) == PAGES
+
+
+class ToldLock:
+    """A lock that tells who is about to take it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.on_take: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> None:
+        self.on_take()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_clear_amid_a_change_of_the_weights_is_not_undone_by_it(
+    start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage thread that has seen the change knows where to go when the clear comes."""
+    rank, other, lock, is_come = start_rank(), start_rank(), ToldLock(), threading.Event()
+    backend = rank.backend
+    monkeypatch.setattr(backend, "_lock", lock)
+
+    def come() -> None:
+        backend.clear()
+        is_come.set()
+
+    def tell() -> None:
+        if threading.current_thread() is clearing:
+            is_come.set()
+
+    def epoch() -> str:
+        before = own_epoch()
+        if threading.current_thread() is not clearing and not is_come.is_set():
+            clearing.start()
+            is_come.wait()
+        return before
+
+    clearing, lock.on_take, own_epoch = threading.Thread(target=come), tell, backend._epoch
+    monkeypatch.setattr(backend, "_epoch", epoch)
+    monkeypatch.setattr(watch, "changes", watch.changes + 1)
+    monkeypatch.setattr(watch, "flushed_changes", watch.changes)
+    assert backend.batch_exists(keys(60)) == 0
+    clearing.join()
+    clear(other)
+    rank.wait_usable()
+    store(rank, 60)
+    assert other.backend.batch_exists(keys(60)) == PAGES

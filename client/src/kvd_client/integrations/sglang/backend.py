@@ -378,10 +378,15 @@ class KvdHiCache(HiCacheStorage):
         """Find nothing of what was stored by now; other engines' pages stay theirs."""
         if self.mem_pool_host is None:
             return True  # nothing was stored yet
-        _histories[self.mem_pool_host].clears += 1
+        with self._lock:  # a change of the weights that goes on meanwhile does not undo it
+            _histories[self.mem_pool_host].clears += 1
+            self._enter_epoch()
+        return True
+
+    def _enter_epoch(self) -> None:
+        """Called under the lock: of two that come at once, the second names the last epoch."""
         for batches in list(self._opened):
             batches.reset(self._epoch())
-        return True
 
     def _epoch(self) -> str:
         """Where all ranks of this engine are after so many clears and changes of the weights."""
@@ -410,8 +415,7 @@ class KvdHiCache(HiCacheStorage):
             changes = watch.flushed_changes
             if self._changes != changes:
                 log.warning("kvd: the weights were changed: pages of before are not found any more")
-                for batches in list(self._opened):
-                    batches.reset(self._epoch())
+                self._enter_epoch()
                 self._changes = changes
         return changes == watch.changes
 
