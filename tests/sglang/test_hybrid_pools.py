@@ -269,7 +269,7 @@ def test_prefixes_are_those_of_sglangs_file_backend(tmp_path: Path, seed: int) -
         ][: draw.randrange(4)]
         expected = oracle.batch_exists_v2(keys, transfers)
         kv_pages = next((i for i, flag in enumerate(there[PoolName.KV]) if not flag), pages)
-        own, _ = fold(
+        own, longest = fold(
             kv_pages,
             [
                 PoolHits(
@@ -283,12 +283,23 @@ def test_prefixes_are_those_of_sglangs_file_backend(tmp_path: Path, seed: int) -
         )
         assert own == expected.restorable_prefix_pages
         assert (own[-1] if own else 0) == expected.kv_hit_pages
+        if own:  # else SGLang asks no further
+            told = expected.extra_pool_hit_pages
+            assert longest == {str(each.name): told.get(each.name, 0) for each in transfers}
 
 
 def test_groups_of_blocks_have_a_word_of_their_own() -> None:
     flags = np.array([True, True, True, True, False, True])
     groups = PoolHits(name="c4", policy="block_groups", flags=flags, block_pages=8, group_pages=2)
     assert fold(3, [groups]) == ([1, 2, 3], {"c4": 16})
+    unsaid = PoolHits(name="c4", policy="block_groups", flags=flags)
+    assert fold(3, [unsaid]) == ([1, 2, 3], {"c4": 0})
+
+
+def test_a_window_of_no_pages_is_the_last_page() -> None:
+    flags = np.array([False, True, False])
+    window = PoolHits(name="swa", policy="trailing_pages", flags=flags, trailing=0)
+    assert fold(3, [window]) == ([2], {"swa": 2})
 
 
 @pytest.mark.parametrize("is_get", [True, False], ids=["get", "set"])

@@ -31,7 +31,7 @@ from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
 from kvd_client.integrations.weights import name_weights
 from tests.sglang.conftest import MakeBackend
-from tests.sglang.rig import host_pool, mha_device_pool, state_pool, storage_config
+from tests.sglang.rig import PAGE_TOKENS, host_pool, mha_device_pool, state_pool, storage_config
 
 OPTIONS = HiCacheOptions.from_extra_config({"interface_v1": 1})
 NAMED_WEIGHTS = HiCacheOptions.from_extra_config({"interface_v1": 1, "weights_id": "v7"})
@@ -453,16 +453,88 @@ def test_releases_of_sglang_share_none(
     assert namespace_of() != made
 
 
-@pytest.mark.parametrize("name", ["revision", "speculative_draft_model_revision"])
-def test_the_revision_that_was_asked_for_says_which_files_were_read(
-    namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    asked: list[Any] = []
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Of which models the weights were named, and how each is loaded."""
+    asked: list[tuple[Any, Any]] = []
 
     def note(model: Any, how: Any, begun_ns: int) -> Any:
-        asked.append(model.revision)
+        asked.append((model, how))
         return name_weights(model, how, begun_ns)
 
     monkeypatch.setattr(namespace, "name_weights", note)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["revision", "speculative_draft_model_revision"])
+def test_the_revision_that_was_asked_for_says_which_files_were_read(
+    namespace_of: NamespaceOf, models: list[tuple[Any, Any]], name: str
+) -> None:
     namespace_of(**{"speculative_draft_model_path": "owner/drafter", name: "v7"})
+    asked = [model.revision for model, _ in models]
     assert asked == (["v7", None] if name == "revision" else [None, "v7"])
+
+
+def test_the_config_that_the_engine_read_names_no_drafters_commit(
+    namespace_of: NamespaceOf, models: list[tuple[Any, Any]]
+) -> None:
+    read = SimpleNamespace(hf_config=SimpleNamespace(_commit_hash="a" * 40))
+    namespace_of(speculative_draft_model_path="owner/drafter", _model_config=read)
+    assert [model.hf_config for model, _ in models] == [read.hf_config, None]
+
+
+def test_a_drafter_in_the_models_own_files_is_asked_for_once(
+    namespace_of: NamespaceOf, models: list[tuple[Any, Any]], tmp_path: Path
+) -> None:
+    """As of an MTP layer's."""
+    own = namespace_of(speculative_draft_model_path=str(tmp_path / "model"))
+    assert len(models) == 1
+    assert own == namespace_of()
+
+
+def test_how_weights_are_loaded_is_asked_for_as_sglang_has_it(
+    namespace_of: NamespaceOf, models: list[tuple[Any, Any]]
+) -> None:
+    namespace_of(trust_remote_code=True, load_format="pt", download_dir="/models")
+    [(model, how)] = models
+    assert (model.trust_remote_code, how.load_format) == (True, "pt")
+    assert how.download_dir == "/models"
+
+
+def test_a_drafters_settings_that_changed_after_the_engine_began_are_shared_with_nobody(
+    namespace_of: NamespaceOf, tmp_path: Path
+) -> None:
+    draft = weights(tmp_path / "draft", b"the drafter's")
+    time.sleep(0.05)
+    begun_s = time.time()
+    time.sleep(0.05)
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    given = {"speculative_draft_model_path": draft, "begun_s": begun_s}
+    assert namespace_of(NAMED_WEIGHTS, **given).unshared
+
+
+def test_operators_are_told_of_the_pages_in_fields_of_their_own(
+    namespace_of: NamespaceOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = namespace_of(quantization="fp8")
+    assert (made.quantization, made.kv_dtype, made.model) == ("fp8", "float32", "model")
+    assert made.groups[0].tokens_per_block == PAGE_TOKENS
+    only_tables = SimpleNamespace(kv_buffer=[torch.zeros(1, dtype=torch.uint8)])
+    assert namespace._dtype_of(only_tables) == "uint8"
+    monkeypatch.setattr(namespace, "server_arguments", lambda: None)
+    pool = HostPool("kv", host_pool(mha_device_pool()))
+    place = storage_config({}, model_name="served")
+    unknown = namespace.build_namespace(place, [pool], OPTIONS, is_replicated=False)
+    assert (unknown.model, unknown.unshared) == ("served", True)
+
+
+@pytest.mark.parametrize("axis", ["tp_rank", "pp_rank", "attn_cp_rank", "dp_rank", "part"])
+def test_ranks_of_an_engine_with_a_name_have_names_of_their_own(axis: str) -> None:
+    named = HiCacheOptions(engine_name="decode-3")
+    made = []
+    for number in (0, 1):
+        place = storage_config({}, **({} if axis == "part" else {axis: number}))
+        part = f"kv-{number}" if axis == "part" else "kv"
+        made.append(namespace.rank_identity(place, named, part))
+    assert made[0].engine_id != made[1].engine_id
+    assert made[0].boot_nonce != made[1].boot_nonce

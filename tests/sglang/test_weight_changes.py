@@ -215,6 +215,12 @@ def test_a_release_without_one_of_the_classes_is_watched_for_the_others(
     assert weights.watch.changes == 1
 
 
+def test_whatever_of_sglangs_changes_weights_is_watched() -> None:
+    changing = ("begin_weight_update", "load_weights_", "update_weights_")
+    methods = {name for name in vars(weight_updater.WeightUpdater) if name.startswith(changing)}
+    assert methods == set(weights.CHANGING)
+
+
 def test_experts_that_are_read_once_more_are_no_change() -> None:
     class Updater:
         def update_weights_from_disk(self, path: str, *, weight_name_filter: Any = None) -> str:

@@ -39,7 +39,7 @@ def fold(kv_pages: int, pools: Iterable[PoolHits]) -> tuple[list[int], dict[str,
                 own = np.arange(kv_pages + 1) <= boundary
             case "trailing_pages":
                 own = _windows(pool.flags[:kv_pages], max(1, pool.trailing))
-                boundary = int(np.flatnonzero(own)[-1]) if own.any() else 0
+                boundary = int(np.flatnonzero(own)[-1])
             case "block_groups":
                 groups = leading(pool.flags) // max(1, pool.group_pages)
                 boundaries[pool.name] = groups * pool.block_pages
@@ -52,11 +52,10 @@ def fold(kv_pages: int, pools: Iterable[PoolHits]) -> tuple[list[int], dict[str,
 
 
 def _windows(flags: Flags, width: int) -> Flags:
-    """For each prefix length whether its last `width` pages are all there."""
+    """For each prefix length, from none on, whether its last `width` pages are all there."""
     missing = np.concatenate([[0], np.cumsum(~flags)])
     ends = np.arange(len(flags) + 1)
     whole: Flags = missing[ends] == missing[np.maximum(0, ends - width)]
-    whole[0] = False
     return whole
 
 

@@ -373,7 +373,7 @@ def _told(value: Any) -> str:
     text = str(value)
     try:
         return f"{text} {content_digest(Path(text))}" if Path(text).is_file() else text
-    except (OSError, ValueError):  # no path, or one that only the engine may read
+    except OSError:  # no path, or one that only the engine may read
         return text
 
 
