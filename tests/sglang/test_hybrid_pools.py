@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvd_client.batches import BlockBatches
 from kvd_client.integrations.sglang.backend import KvdHiCache
 from kvd_client.integrations.sglang.hits import PoolHits, fold
+from kvd_client.integrations.sglang.pools import HostPool
 from tests.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeBackend
 from tests.sglang.rig import (
@@ -241,6 +242,46 @@ def test_pools_outside_memory_files_are_refused_with_the_way_out(kvd: DaemonProc
     with pytest.raises(ValueError, match='"allocator": "shm"'):
         backend.on_host_pools_registered()
     backend.close()
+
+
+Pieces = Callable[[int, int], list[tuple[int, int]]]
+
+
+def pool_of_pieces(pieces: Pieces) -> HostPool:
+    """A pool that says of a page, by its number and address, where its pieces are."""
+    pool = host_pool(mla_device_pool())
+    own = pool.get_page_buffer_meta
+
+    def told(indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        [address], _ = own(indices)
+        found = pieces(int(indices[0]) // pool.page_size, address)
+        return [each for each, _ in found], [size for _, size in found]
+
+    pool.get_page_buffer_meta = told
+    return HostPool("kv", pool)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "why"),
+    [
+        (lambda _, address: [(address, 12)], "multiples of 8"),
+        (lambda _, address: [(address + 4, 8)], "multiples of 8"),
+        (lambda page, address: [(address + 8 * page**2, 8)], "do not follow each other evenly"),
+        (lambda _, address: [(address, 1 << 20)], "do not follow each other evenly"),
+        (lambda _, address: [(address, 0)], "has no bytes"),
+        (lambda _, address: [(address - 8, 8)], "not in shared memory files"),
+    ],
+    ids=["odd size", "odd place", "uneven", "over each other", "empty", "before its file"],
+)
+def test_pages_that_can_not_be_copied_as_they_lie_are_refused(pieces: Pieces, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        pool_of_pieces(pieces)
+
+
+def test_the_last_piece_of_a_pool_may_end_with_its_file() -> None:
+    half = host_pool(mla_device_pool()).get_page_buffer_meta(torch.arange(PAGE_TOKENS))[1][0] // 2
+    made = pool_of_pieces(lambda _, address: [(address, half), (address + half, half)])
+    assert [each.bytes for each in made.extents] == [half, half]
 
 
 @pytest.mark.parametrize("seed", range(4))
