@@ -31,6 +31,7 @@ class ChangeKind(enum.Enum):
     REMOVED = 2
     CLEARED = 3
     TIER_LOST = 4
+    RIGHTS = 5  # nothing: others may see them than before. No watcher hears of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +69,8 @@ class ChangeFilter:
 
     def __call__(self, change: Change) -> bool:
         if change.tier is not None and not self.with_tiers:
+            return False
+        if change.kind is ChangeKind.RIGHTS:
             return False
         if change.kind is ChangeKind.TIER_LOST:
             return True
@@ -150,7 +153,7 @@ class EventLog:
         self._snapshot = snapshot
         self._kept: deque[Change] = deque()
         self._blocks = 0  # in the kept changes
-        self._rights_changed_at = -1  # the newest change by then
+        self._rights_changed_at = 0  # the change that says so
         self._news = asyncio.Event()
         self._turns = turns
 
@@ -164,9 +167,13 @@ class EventLog:
         self._news.set()
 
     def rights_changed(self) -> None:
-        """Others may see a namespace than before: some watchers lack what was there already."""
+        """Others may see a namespace than before: some watchers lack what was there already.
+
+        It has a number of its own, by which a place from before it differs from one behind it.
+        """
+        nobody = TenantId("")
+        self.append(Change(ChangeKind.RIGHTS, nobody, NamespaceId(0), "", "", 0, None))
         self._rights_changed_at = self.sequence
-        self._news.set()
 
     async def watch(
         self, after: tuple[bytes, int] | None, wanted: ChangeFilter, user: int = 0
@@ -181,7 +188,7 @@ class EventLog:
         if (
             after is not None
             and after[0] == self.incarnation
-            and self._rights_changed_at < after[1] <= self.sequence
+            and self._rights_changed_at <= after[1] <= self.sequence
         ):
             cursor = after[1]
         while True:

@@ -168,12 +168,12 @@ async def test_who_gains_a_tenant_is_told_at_once_what_was_there() -> None:
         watched.allow(7, 8)
         watched.log.rights_changed()
         snapshot = await told()
-        assert (snapshot.snapshot_end, snapshot.sequence, len(snapshot.events)) == (True, 1, 1)
+        assert (snapshot.snapshot_end, snapshot.sequence, len(snapshot.events)) == (True, 2, 1)
         watched.allow(7)
         watched.log.rights_changed()
         watched.log.append(change(2))
         message = await told()
-        assert (message.snapshot, message.sequence) == (False, 2)  # it has gained nothing
+        assert (message.snapshot, message.sequence) == (False, 4)  # it has gained nothing
 
 
 async def test_who_comes_back_after_rights_have_changed_begins_with_a_snapshot() -> None:
@@ -183,9 +183,16 @@ async def test_who_comes_back_after_rights_have_changed_begins_with_a_snapshot()
     watched.log.rights_changed()
     async with watched.watch(after_sequence=1) as told:
         assert (await told()).snapshot
-    watched.log.append(change(2))
-    watched.log.append(change(3))
-    async with watched.watch(after_sequence=2) as told:
+
+
+async def test_place_behind_a_change_of_rights_is_gone_on_from() -> None:
+    watched = Watched(lambda _: iter([(change(1),)]))
+    watched.allow(7)
+    watched.log.append(change(1))
+    watched.log.rights_changed()
+    async with watched.watch(after_sequence=watched.log.sequence) as told:
+        await asyncio.sleep(0)
+        watched.log.append(change(2))
         message = await told()
         assert (message.snapshot, message.sequence) == (False, 3)
 
