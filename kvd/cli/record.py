@@ -157,11 +157,14 @@ def command(**flags: Any) -> int:
         opened = os.open(given.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise Failure(f"{given.file} can't be made: {error.strerror}", EXIT_MISUSED) from None
+    made = os.fstat(opened)
     try:
-        trace = _trace(given, opened)
+        trace = _trace(given, opened, made)
     except OSError as error:  # as late as when the rest is written and the file is closed
-        _remove_empty(given.file)
+        _remove_empty(given.file, made)
         raise Failure(f"{given.file} can't be written: {error.strerror}", EXIT_FAILED) from None
+    if not _is_in_place(given.file, made):
+        raise Failure(_gone(given.file, trace), EXIT_FAILED)
     seconds = time.monotonic() - began
     if given.json:
         said = {"requests": trace.requests, "blocks": trace.blocks, "lost": trace.lost}
@@ -174,8 +177,11 @@ def command(**flags: Any) -> int:
     return 0
 
 
-def _trace(given: SimpleNamespace, opened: int) -> Trace:
-    """All that was recorded, in the file that is open. OSError where it can't be written."""
+def _trace(given: SimpleNamespace, opened: int, made: os.stat_result) -> Trace:
+    """All that was recorded, in the file that is open. OSError where it can't be written.
+
+    `made`: what that file is, wherever its name leads by now.
+    """
     with os.fdopen(opened, "wb") as plain:
         packed = gzip.GzipFile(fileobj=plain, mode="wb") if given.file.suffix == ".gz" else None
         trace = Trace(packed or plain, secrets.token_bytes(32))  # type: ignore[arg-type]
@@ -185,14 +191,16 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
         except KeyboardInterrupt:
             pass  # the usual end
         except Failure as error:
-            if not trace.requests:  # the next try may want the name
-                given.file.unlink(missing_ok=True)
+            if not trace.requests:
+                _remove(given.file, made)
                 raise
             kept = f"{given.file} has the {trace.requests} requests that came before, and is whole"
+            if not _is_in_place(given.file, made):
+                kept = _gone(given.file, trace)
             raise Failure(f"{error.message}; {kept}", error.exit_code) from None
         except BaseException:
-            if not trace.requests:  # the next try may want the name
-                given.file.unlink(missing_ok=True)
+            if not trace.requests:
+                _remove(given.file, made)
             raise
         finally:
             if packed is not None:
@@ -200,11 +208,30 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
     return trace
 
 
-def _remove_empty(path: Path) -> None:
-    """Of a file that took no byte nothing is lost, and the next try may want the name."""
+def _is_in_place(path: Path, made: os.stat_result) -> bool:
+    """Whether the file that was made still has its name: others may remove it, or put another
+    there."""
+    try:
+        return os.path.samestat(path.lstat(), made)
+    except OSError:
+        return False
+
+
+def _gone(path: Path, trace: Trace) -> str:
+    return f"{path} was removed or renamed meanwhile; its {trace.requests} requests went with it"
+
+
+def _remove(path: Path, made: os.stat_result) -> None:
+    """The next try may want the name."""
+    if _is_in_place(path, made):
+        path.unlink(missing_ok=True)
+
+
+def _remove_empty(path: Path, made: os.stat_result) -> None:
+    """Of a file that took no byte nothing is lost."""
     with contextlib.suppress(OSError):
         if not path.stat().st_size:
-            path.unlink()
+            _remove(path, made)
 
 
 def _record(given: SimpleNamespace, trace: Trace) -> None:

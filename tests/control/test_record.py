@@ -14,6 +14,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -310,6 +311,37 @@ def test_what_a_daemon_said_before_its_end_is_kept_and_told(
     assert ended.exit_code == EXIT_FAILED
     assert f"did not answer; {tmp_path / name} has the 1 requests that came" in ended.output
     assert len(read_trace(tmp_path / name)) == 1
+
+
+@pytest.mark.parametrize("ends_by", [None, Failure("the daemon did not answer")])
+def test_a_recording_whose_file_was_removed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_by: Failure | None
+) -> None:
+    def record(given: SimpleNamespace, trace: Trace) -> None:
+        trace.add(operator_pb2.RecordedRequest(hash_bytes=32, hashes=hashes(1, 2)))
+        given.file.unlink()
+        given.file.write_text("another's")
+        if ends_by is not None:
+            raise ends_by
+
+    monkeypatch.setattr("kvd.cli.record._record", record)
+    ended = CliRunner().invoke(command, [str(tmp_path / "trace")])
+    assert ended.exit_code == EXIT_FAILED
+    assert "was removed or renamed meanwhile; its 1 requests went with it" in ended.output
+
+
+def test_a_recording_of_nothing_removes_no_file_of_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(given: SimpleNamespace, _trace: Trace) -> None:
+        given.file.unlink()
+        given.file.write_text("another's")
+        raise Failure("the daemon did not answer")
+
+    monkeypatch.setattr("kvd.cli.record._record", record)
+    ended = CliRunner().invoke(command, [str(tmp_path / "trace")])
+    assert ended.exit_code == EXIT_FAILED
+    assert (tmp_path / "trace").read_text() == "another's"
 
 
 @pytest.mark.parametrize(
