@@ -184,7 +184,8 @@ def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
         assert wanted in said
     assert "workers" not in said  # who can't come in while it drains
     status.state = "serving"
-    assert any("workers" in found.fix for found in faults(on))
+    (fix,) = [found.fix for found in faults(on) if "workers" in found.fix]
+    assert "want of memory" in fix  # of its movers, which the workers can't know
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ LEAST_PROCESSORS = 1.0
 MAX_SESSIONS_SHOWN = 16  # of those that serve nothing
 NOT_LEASED_SHARE = 0.01  # of the blocks that were loaded: less is two who met for a moment
 LOOK_AT_WORKERS = (
-    "look at the engine's workers: each must reach the socket (their logs say why not)"
+    "look at the engine's workers: each must reach the socket (their logs say why not); where they"
+    " say that the mover has ended, kvd's log says how: by SIGKILL, perhaps for want of memory"
 )
 
 WAIT_FOR_ENDS = (
