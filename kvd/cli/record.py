@@ -31,6 +31,7 @@ from kvd.cli.options import (
 )
 from kvd.cli.printing import duration, show_json
 from kvd.config.values import number
+from kvd_client.backoff import DETAILS_KEY
 from kvd_proto.v1 import operator_pb2 as pb
 
 MAX_RECORD_SECONDS = 7 * 86400.0
@@ -248,8 +249,14 @@ def _record(given: SimpleNamespace, trace: Trace) -> None:
                 if message.requests:
                     trace.save()
         except grpc.RpcError as error:
-            is_over = given.seconds and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if not is_over:
+            if not (given.seconds and _is_over(error)):
                 raise
         finally:
             stream.cancel()
+
+
+def _is_over(error: Any) -> bool:
+    """Whether the call has lasted as long as it might: with details it's the daemon that ended it,
+    as one whose reader takes nothing."""
+    is_ours = DETAILS_KEY not in dict(error.trailing_metadata() or ())
+    return is_ours and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED

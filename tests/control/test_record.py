@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +23,11 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from kvd.cli.calls import said_plainly
 from kvd.cli.exits import EXIT_FAILED, Failure
 from kvd.cli.record import Trace, command
 from kvd.cli.replay.trace import TraceError, read_trace
+from kvd.control.errors import DeadlinePassed, rich_details, status_code
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import NamespaceId
 from kvd.runtime.recorder import (
@@ -328,6 +332,47 @@ def test_a_recording_whose_file_was_removed_says_so(
     ended = CliRunner().invoke(command, [str(tmp_path / "trace")])
     assert ended.exit_code == EXIT_FAILED
     assert "was removed or renamed meanwhile; its 1 requests went with it" in ended.output
+
+
+class EndedByTheDaemon(grpc.RpcError):
+    """What a call raises that the daemon ended because its reader took nothing."""
+
+    def __init__(self) -> None:
+        self._error = DeadlinePassed("the reader took no message for 60 s")
+
+    def code(self) -> grpc.StatusCode:
+        return status_code(self._error)
+
+    def details(self) -> str:
+        return str(self._error)
+
+    def trailing_metadata(self) -> Any:
+        return rich_details(self._error)
+
+
+def test_a_recording_that_the_daemon_ended_is_not_said_to_have_lasted_as_long_as_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[operator_pb2.RecordResponse]:
+            request = operator_pb2.RecordedRequest(hash_bytes=32, hashes=hashes(1, 2))
+            yield operator_pb2.RecordResponse(requests=[request])
+            raise EndedByTheDaemon
+
+        def cancel(self) -> None:
+            pass
+
+    @contextlib.contextmanager
+    def linked(*_: object) -> Iterator[SimpleNamespace]:
+        with said_plainly("a socket"):
+            operator = SimpleNamespace(Record=lambda *_, **_terms: Stream())
+            yield SimpleNamespace(operator=operator, metadata=())
+
+    monkeypatch.setattr("kvd.cli.record.linked", linked)
+    ended = CliRunner().invoke(command, [str(tmp_path / "trace"), "--seconds", "3600"])
+    assert ended.exit_code == EXIT_FAILED
+    assert "took no message for 60 s" in ended.output
+    assert "has the 1 requests that came before" in ended.output
 
 
 def test_a_recording_of_nothing_removes_no_file_of_another_one(
