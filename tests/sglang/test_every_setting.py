@@ -31,8 +31,8 @@ WHAT_TO_DO = """
 Read in SGLang what a new setting does. Where the same tokens under the same hash may have other KV
 by it (other rounding, positions, layers or experts, keys left out, bytes in another order), add it
 to SHAPING_ARGUMENTS or SHAPING_VARIABLES of kvd_client.integrations.sglang.namespace and to
-tests/sglang/test_namespace.py; else to a list of judged_arguments.py or judged_variables.py there.
-Kernels that only add in another order are alike. In doubt it counts.
+tests/sglang/shaping_settings.py; else to a list of judged_arguments.py or judged_variables.py
+there. Kernels that only add in another order are alike. In doubt it counts.
 """
 
 
