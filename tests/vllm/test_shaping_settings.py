@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 from vllm import envs
 from vllm.config import DiffusionConfig, MultiModalConfig, VllmConfig
+from vllm.config.attention import HiSparseConfig
+from vllm.config.mamba import MambaBackendEnum
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvd_client.integrations.vllm.identity.model import config_digest
 from tests.vllm.configurations import Configuration, configure, joined
@@ -31,6 +35,7 @@ MODEL = {
 MULTIMODAL = {
     "language_model_only": True,
     "media_io_kwargs": {"video": {"num_frames": 16}},
+    "mm_encoder_attn_backend": AttentionBackendEnum.TORCH_SDPA,
     "mm_encoder_attn_dtype": "fp8",
     "mm_encoder_fp8_scale_path": "/scales.json",
     "mm_processor_kwargs": {"num_crops": 4},
@@ -39,8 +44,12 @@ MULTIMODAL = {
 }
 OTHERS = {
     "attention_config.disable_flashinfer_q_quantization": True,
+    "attention_config.hisparse_config": HiSparseConfig(),
     "attention_config.indexer_kv_dtype": "fp8",
     "attention_config.indexer_sparse_logits": True,
+    "attention_config.minimax_m3_msa_decode_backend": "cutlass",
+    "attention_config.mla_prefill_backend": MLAPrefillBackendEnum.FLASHINFER,
+    "attention_config.sparse_mla_force_mqa": True,
     "attention_config.use_non_causal": True,
     "attention_config.use_prefill_query_quantization": True,
     "attention_config.use_trtllm_attention": False,
@@ -49,7 +58,9 @@ OTHERS = {
     "kernel_config.linear_backend": "marlin",
     "kernel_config.linear_backend_per_quant": {"nvfp4": "marlin"},
     "kernel_config.moe_backend": "marlin",
+    "mamba_config.backend": MambaBackendEnum.FLASHINFER,
     "mamba_config.enable_stochastic_rounding": True,
+    "parallel_config.all2all_backend": "deepep_low_latency",
 }
 VARIABLES = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": "1",
@@ -58,18 +69,34 @@ VARIABLES = {
     "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH": "1",
     "VLLM_DISABLED_KERNELS": "CutlassFP8",
+    "VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION": "1",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": "1",
     "VLLM_FLOAT32_MATMUL_PRECISION": "high",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}',
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"b_dtype": "int8"}',
     "VLLM_HUMMING_USE_F16_ACCUM": "1",
+    "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM": "1",
     "VLLM_MARLIN_INPUT_DTYPE": "int8",
     "VLLM_MEDIA_CONNECTOR": "a_site",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
     "VLLM_MOE_USE_DEEP_GEMM": "0",
+    "VLLM_PLUGINS": "",
     "VLLM_USE_DEEP_GEMM": "0",
     "VLLM_USE_DEEP_GEMM_E8M0": "0",
+    "VLLM_USE_FLASHINFER_MOE_INT4": "1",
     "VLLM_VIDEO_LOADER_BACKEND": "opencv_dynamic",
+}
+UNDECLARED = {
+    "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH": "1",
+    "FLASHINFER_NVFP4_4OVER6": "1",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256": "1",
+    "FLA_TRIL_PRECISION": "tf32",
+    "FLA_USE_FAST_OPS": "1",
+    "NVIDIA_TF32_OVERRIDE": "0",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH": "1",
+    "USE_FLAGOS": "1",
+    "XHS_VIDEO_JPEG_QUALITY": "50",
 }
 
 
@@ -113,15 +140,44 @@ def test_each_setting_of_what_is_made_of_images_counts(base: Configuration, name
     assert digest(**{name: MULTIMODAL[name]}) != digest()
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", [*VARIABLES, *UNDECLARED])
 def test_each_variable_that_changes_what_is_computed_counts(
     base: Configuration, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    assert name in envs.environment_variables, "vLLM has it under another name"
+    assert (name in envs.environment_variables) is (name in VARIABLES), "vLLM names it otherwise"
     monkeypatch.delenv(name, raising=False)
     before = config_digest(base.vllm)
-    monkeypatch.setenv(name, VARIABLES[name])
+    monkeypatch.setenv(name, (VARIABLES | UNDECLARED)[name])
     assert config_digest(base.vllm) != before
+
+
+def test_what_a_platform_or_a_model_is_told_beside_counts(base: Configuration) -> None:
+    told = {"gdn_prefill_backend": "flashinfer"}
+    changed = digest_with(base, lambda made: setattr(made, "additional_config", told))
+    assert changed != config_digest(base.vllm)
+
+
+def test_a_front_end_that_scales_images_itself_counts_where_there_are_images(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digests() -> set[str]:
+        monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+        found = {config_digest(made)}
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+        return found | {config_digest(made)}
+
+    made = copy.deepcopy(base.vllm)
+    assert len(digests()) == 1
+    made.model_config.multimodal_config = MultiModalConfig()
+    assert len(digests()) == 2
+
+
+def test_what_vllm_has_of_itself_needs_no_word(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = config_digest(base.vllm)
+    monkeypatch.setattr("kvd_client.integrations.vllm.identity.model.UNUSUAL_SETTINGS", {})
+    assert config_digest(base.vllm) == before
 
 
 NO_ROPE = {"rope_type": "default"}
@@ -183,6 +239,7 @@ def test_how_a_drafter_drafts_and_what_it_is_counts(base: Configuration) -> None
         {"method": "eagle3"},
         {"quantization": "fp8"},
         {"moe_backend": "marlin"},
+        {"use_heterogeneous_vocab": True},
         {"disable_lookahead_block_hashes": True},
         {"dtype": "float16"},
         {"code_revision": "0123abc"},

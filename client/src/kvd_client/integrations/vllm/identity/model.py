@@ -22,12 +22,14 @@ MODEL_SETTINGS = (
 MULTIMODAL_SETTINGS = (
     "language_model_only",
     "media_io_kwargs",
+    "mm_encoder_attn_backend",
     "mm_encoder_attn_dtype",
     "mm_encoder_fp8_scale_path",
     "mm_processor_kwargs",
     "video_pruning_method",
     "video_pruning_rate",
 )
+RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # which scales images by code of its own
 # Of the cache's configuration what decides which layers compute keys and values for a token.
 CACHE_SETTINGS = ("kv_sharing_fast_prefill", "swa_bounded_replay")
 # Of a model that denoises a canvas of tokens, each of which sees all of them.
@@ -50,6 +52,20 @@ ATTENTION_SETTINGS = (
 ATTENTION_CHOICES = ("use_trtllm_attention",)
 # A state of recurrent layers may be rounded at random as it is written.
 MAMBA_SETTINGS = ("enable_stochastic_rounding",)
+# By the part of vLLM's configuration: what counts where it is not as vLLM has it of itself. Which
+# kernels attend and keep recurrent states, where a layer's name does not tell; how activations go
+# to the experts' ranks; to which token of the drafter's one of the model's is mapped.
+UNUSUAL_SETTINGS = {
+    "attention_config": (
+        "hisparse_config",
+        "minimax_m3_msa_decode_backend",
+        "mla_prefill_backend",
+        "sparse_mla_force_mqa",
+    ),
+    "mamba_config": ("backend",),
+    "parallel_config": ("all2all_backend",),
+    "speculative_config": ("use_heterogeneous_vocab",),
+}
 # And of the environment, with what chooses a token's experts and a video's frames: a block's hash
 # has the video's file only. Whoever wants the same whatever the batch wants no other's blocks.
 SHAPING_VARIABLES = (
@@ -59,18 +75,36 @@ SHAPING_VARIABLES = (
     "VLLM_CPU_INT4_W4A8",
     "VLLM_DEEPEPLL_NVFP4_DISPATCH",
     "VLLM_DISABLED_KERNELS",
+    "VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION",
     "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
     "VLLM_FLOAT32_MATMUL_PRECISION",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MEDIA_CONNECTOR",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_MOE_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_USE_FLASHINFER_MOE_INT4",
     "VLLM_VIDEO_LOADER_BACKEND",
+)
+# Of plugins each may put other layers in place of vLLM's. An empty list is one, too: no plugin.
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
+# And those that vLLM has no setting of: libraries, or a file of its own, read them.
+UNDECLARED_VARIABLES = (
+    "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
+    "FLASHINFER_NVFP4_4OVER6",
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
+    "FLA_TRIL_PRECISION",
+    "FLA_USE_FAST_OPS",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
+    "USE_FLAGOS",
+    "XHS_VIDEO_JPEG_QUALITY",
 )
 # vLLM chooses other position factors by the longest request it admits.
 ROPE_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
@@ -84,6 +118,12 @@ def config_digest(vllm_config: Any) -> str:
     }
     kernels = _kernels(vllm_config)
     described |= {"kernels": kernels} if kernels else {}
+    unusual = {
+        part: _unusual(getattr(vllm_config, part, None), names)
+        for part, names in UNUSUAL_SETTINGS.items()
+    }
+    unusual["additional_config"] = getattr(vllm_config, "additional_config", None) or {}
+    described |= {part: found for part, found in unusual.items() if found}
     diffusion = getattr(vllm_config, "diffusion_config", None)
     if diffusion is not None:
         described["diffusion"] = _pick(diffusion, DIFFUSION_SETTINGS)
@@ -100,6 +140,8 @@ def config_digest(vllm_config: Any) -> str:
 
 
 def _describe_model(model_config: Any) -> dict[str, Any]:
+    from vllm import envs  # noqa: PLC0415 - importing vllm takes its time
+
     described = _pick(model_config, MODEL_SETTINGS)
     described["hf_config"] = shaping_fields(model_config.hf_config)
     described["dtype"] = str(model_config.dtype)
@@ -107,6 +149,8 @@ def _describe_model(model_config: Any) -> dict[str, Any]:
     if multimodal is not None:
         picked = _pick(multimodal, MULTIMODAL_SETTINGS)
         described["multimodal"] = {name: value for name, value in picked.items() if value != {}}
+        if getattr(envs, RUST_VARIABLE, False):
+            described["multimodal"][RUST_VARIABLE] = True
     if depends_on_length(model_config):
         described["max_model_len"] = model_config.max_model_len
     return described
@@ -125,13 +169,21 @@ def _kernels(vllm_config: Any) -> dict[str, Any]:
     chosen = {name: value for name, value in picked.items() if value not in ("auto", False)}
     chosen |= _pick(vllm_config.attention_config, ATTENTION_CHOICES)
     given = tuple(name for name in SHAPING_VARIABLES if os.environ.get(name))
-    return chosen | _pick(envs, given)
+    undeclared = {name: os.environ[name] for name in UNDECLARED_VARIABLES if os.environ.get(name)}
+    return chosen | undeclared | _pick(envs, (*given, PLUGINS_VARIABLE))
 
 
 def _pick(settings: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Those of the settings that this version of vLLM has, and that are set."""
     picked = {name: getattr(settings, name, None) for name in names}
     return {name: value for name, value in picked.items() if value is not None}
+
+
+def _unusual(settings: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the settings that are set to another value than the configuration's own default."""
+    usual = {name: getattr(type(settings), name, None) for name in names}
+    picked = _pick(settings, names)
+    return {name: value for name, value in picked.items() if value != usual[name]}
 
 
 def depends_on_length(model_config: Any) -> bool:
