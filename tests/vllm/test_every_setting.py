@@ -38,7 +38,12 @@ COUNTED: dict[str, tuple[str, ...]] = {
     "MambaConfig": model.MAMBA_SETTINGS + model.UNUSUAL_SETTINGS["mamba_config"],
     "ModelConfig": model.MODEL_SETTINGS,
     "MultiModalConfig": model.MULTIMODAL_SETTINGS,
-    "ParallelConfig": model.UNUSUAL_SETTINGS["parallel_config"],
+    "ParallelConfig": (
+        *model.UNUSUAL_SETTINGS["parallel_config"],
+        *model.EXPERTS_SETTINGS,
+        "data_parallel_size",
+        "is_moe_model",
+    ),
     "SpeculativeConfig": (
         *model.SPECULATIVE_SETTINGS,
         *model.UNUSUAL_SETTINGS["speculative_config"],
@@ -118,11 +123,11 @@ NOTHING = {
         num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency cache_hit_alignment_tokens
         kv_cache_memory_bytes kv_offloading_size kv_offloading_backend""",
     "ParallelConfig": """
-        data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
+        data_parallel_size_local data_parallel_rank data_parallel_rank_local
         data_parallel_master_ip data_parallel_rpc_port dp_sync_interval data_parallel_master_port
-        data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb is_moe_model
-        enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter
-        enable_eplb eplb_config expert_placement_strategy
+        data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
+        enable_hc_sp enable_batch_sharded_sampling enable_ep_weight_filter
+        eplb_config expert_placement_strategy
         max_parallel_loading_workers disable_custom_all_reduce enable_shm_tensor_arena
         enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
         dbo_prefill_token_threshold disable_nccl_for_dp_synchronization ray_workers_use_nsight

@@ -210,6 +210,30 @@ def test_the_longest_request_counts_where_what_is_computed_may_depend_on_it(
     assert (digest(1024) != digest(2048)) is counts
 
 
+def test_how_ranks_share_a_models_experts_counts(base: Configuration) -> None:
+    def digest(**given: Any) -> str:
+        def change(made: VllmConfig) -> None:
+            for name, value in given.items():
+                assert hasattr(made.parallel_config, name), "vLLM has it under another name"
+                setattr(made.parallel_config, name, value)
+
+        return digest_with(base, change)
+
+    whole = {"enable_expert_parallel": True}
+    shared: list[dict[str, Any]] = [
+        {"data_parallel_size": 2},
+        {"data_parallel_size": 4},
+        whole,
+        {**whole, "enable_eplb": True},
+        {**whole, "data_parallel_size": 2},
+    ]
+    assert {digest(**each, is_moe_model=False) for each in shared} == {digest()}
+    found = [digest(**each, is_moe_model=True) for each in [{}, *shared]]
+    assert found[0] == digest()
+    assert len(set(found)) == 1 + len(shared)
+    assert digest(**whole, data_parallel_size=4, is_moe_model=True) == found[-1]
+
+
 def test_how_a_canvas_is_denoised_counts(base: Configuration) -> None:
     def digest(drawn: dict[str, Any] | None = None, **given: Any) -> str:
         def change(made: VllmConfig) -> None:

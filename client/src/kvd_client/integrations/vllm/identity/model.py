@@ -66,6 +66,8 @@ UNUSUAL_SETTINGS = {
     "parallel_config": ("all2all_backend",),
     "speculative_config": ("use_heterogeneous_vocab",),
 }
+# And where a model has experts: whether a rank has whole ones, and some of them twice.
+EXPERTS_SETTINGS = ("enable_eplb", "enable_expert_parallel")
 # And of the environment, with what chooses a token's experts and a video's frames: a block's hash
 # has the video's file only. Whoever wants the same whatever the batch wants no other's blocks.
 SHAPING_VARIABLES = (
@@ -122,6 +124,7 @@ def config_digest(vllm_config: Any) -> str:
         part: _unusual(getattr(vllm_config, part, None), names)
         for part, names in UNUSUAL_SETTINGS.items()
     }
+    unusual["experts"] = _experts(vllm_config.parallel_config)
     unusual["additional_config"] = getattr(vllm_config, "additional_config", None) or {}
     described |= {part: found for part, found in unusual.items() if found}
     diffusion = getattr(vllm_config, "diffusion_config", None)
@@ -171,6 +174,22 @@ def _kernels(vllm_config: Any) -> dict[str, Any]:
     given = tuple(name for name in SHAPING_VARIABLES if os.environ.get(name))
     undeclared = {name: os.environ[name] for name in UNDECLARED_VARIABLES if os.environ.get(name)}
     return chosen | undeclared | _pick(envs, (*given, PLUGINS_VARIABLE))
+
+
+def _experts(parallel: Any) -> dict[str, Any]:
+    """How the ranks share the experts of a model that has some; empty where each has a slice of
+    all by tensor parallelism alone.
+
+    What a slice of an expert computes may be rounded by itself, and by the way of sharing vLLM
+    chooses kernels, of which some round activations.
+    """
+    if not getattr(parallel, "is_moe_model", None):
+        return {}
+    shared = _unusual(parallel, EXPERTS_SETTINGS)
+    replicas = parallel.data_parallel_size
+    if replicas > 1:  # of whole experts each replica computes the same, however many there are
+        shared["replicas"] = "several" if parallel.enable_expert_parallel else replicas
+    return shared
 
 
 def _pick(settings: Any, names: tuple[str, ...]) -> dict[str, Any]:
