@@ -91,6 +91,7 @@ SHAPING_VARIABLES = (
     "VLLM_USE_DEEP_GEMM",
     "VLLM_USE_DEEP_GEMM_E8M0",
     "VLLM_USE_FLASHINFER_MOE_INT4",
+    "VLLM_USE_FUSED_MOE_GROUPED_TOPK",
     "VLLM_VIDEO_LOADER_BACKEND",
 )
 # Of plugins each may put other layers in place of vLLM's. An empty list is one, too: no plugin.
