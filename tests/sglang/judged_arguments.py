@@ -116,11 +116,11 @@ ARGUMENTS = {
         enable_layernorm_sp enable_p2p_check enable_pd_role_switch enable_pdmux
         enable_shared_experts_attn_tp enable_tp_lm_head_all_to_all encoder_bootstrap_port
         encoder_only encoder_register_urls encoder_transfer_backend encoder_urls
-        ep_join_rank_offset ep_size gated_launch_port gc_threshold gpu_id_step language_model_only
-        language_only load_balance_method max_ep_size mlx_enable_sampling moe_dense_tp_size
-        moe_dp_size nnodes node_rank num_reserved_decode_tokens numa_node
+        ep_join_rank_offset gated_launch_port gc_threshold gpu_id_step language_model_only
+        language_only load_balance_method max_ep_size mlx_enable_sampling
+        nnodes node_rank num_reserved_decode_tokens numa_node
         optimistic_prefill_attempts pdmux_config_path pp_async_batch_depth pp_max_micro_batch_size
-        shared_experts_tp_size sleep_on_idle sm_group_num soft_watchdog_timeout use_ray
+        sleep_on_idle sm_group_num soft_watchdog_timeout use_ray
         watchdog_timeout
     """,
     "shapes nothing: requests, answers and their limits": """

@@ -77,6 +77,7 @@ SHAPING_ARGUMENTS = (
     "enable_w4a4_mxfp4_megamoe",
     "enforce_shared_experts_fusion",
     "ep_dispatch_algorithm",
+    "ep_size",
     "experts_shared_outer_loras",
     "flashinfer_a2a_dispatch_type",
     "flashinfer_mxfp4_moe_precision",
@@ -100,6 +101,8 @@ SHAPING_ARGUMENTS = (
     "model_impl",
     "modelopt_quant",
     "moe_a2a_backend",
+    "moe_dense_tp_size",
+    "moe_dp_size",
     "moe_runner_backend",
     "offload_mode",
     "prefill_attention_backend",
@@ -109,6 +112,7 @@ SHAPING_ARGUMENTS = (
     "quantization_param_path",
     "rl_on_policy_target",
     "rl_quant_profile",
+    "shared_experts_tp_size",
     "speculative_algorithm",
     "speculative_attention_mode",
     "speculative_draft_attention_backend",
@@ -234,6 +238,14 @@ SHAPING_VARIABLES = (
     "SGLANG_USE_FIA_NZ",
     "SGLANG_USE_MLX",
     "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
+)
+# And of those that only its libraries read: they round factors of products otherwise.
+LIBRARY_VARIABLES = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_F32_DEFAULT",
 )
 
 # And of the arguments that name weights beside the model's and the drafter's.
@@ -476,7 +488,8 @@ def _doubts(arguments: Any, options: HiCacheOptions) -> Iterator[str]:
 
 def _shaping(arguments: Any) -> dict[str, str]:
     picked = {name: getattr(arguments, name, None) for name in SHAPING_ARGUMENTS}
-    picked |= {name: os.environ.get(name) or None for name in SHAPING_VARIABLES}  # empty: not set
+    variables = (*SHAPING_VARIABLES, *LIBRARY_VARIABLES)
+    picked |= {name: os.environ.get(name) or None for name in variables}  # empty: not set
     return {name: _told(value) for name, value in picked.items() if value is not None}
 
 
