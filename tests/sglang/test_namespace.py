@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import (
 from sglang.srt.server_args import ServerArgs
 
 from kvd_client.identity import NamespaceFields
+from kvd_client.integrations.digests import LIBRARY_VARIABLES
 from kvd_client.integrations.sglang import namespace
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
@@ -102,7 +103,7 @@ def test_the_name_that_a_model_is_served_under_keeps_nobody_apart(
 
 
 def test_variables_that_are_looked_at_stand_here_once_more() -> None:
-    counted = {*namespace.SHAPING_VARIABLES, *namespace.LIBRARY_VARIABLES}
+    counted = {*namespace.SHAPING_VARIABLES, *LIBRARY_VARIABLES}
     assert set(VARIABLES) == counted, "each has a test of its own"
 
 

@@ -15,6 +15,16 @@ from typing import Any
 NOT_SHAPING = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 STORED_DTYPE = frozenset({"dtype", "torch_dtype"})
 
+# Variables of the environment by which libraries, whatever engine calls them, round the factors of
+# products otherwise.
+LIBRARY_VARIABLES = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TRITON_F32_DEFAULT",
+)
+
 
 def digest_of(value: Any) -> str:
     """Hex digest of a value made of plain parts, data classes, enums and dtypes."""

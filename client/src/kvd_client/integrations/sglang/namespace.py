@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from kvd_client.draft import wire_text
 from kvd_client.identity import EngineIdentity, Group, NamespaceFields
-from kvd_client.integrations.digests import digest_of
+from kvd_client.integrations.digests import LIBRARY_VARIABLES, digest_of
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool
 from kvd_client.integrations.weights import (
@@ -238,14 +238,6 @@ SHAPING_VARIABLES = (
     "SGLANG_USE_FIA_NZ",
     "SGLANG_USE_MLX",
     "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
-)
-# And of those that only its libraries read: they round factors of products otherwise.
-LIBRARY_VARIABLES = (
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TRITON_F32_DEFAULT",
 )
 
 # And of the arguments that name weights beside the model's and the drafter's.

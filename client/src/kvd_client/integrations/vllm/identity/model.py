@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvd_client.integrations.digests import digest_of, shaping_fields
+from kvd_client.integrations.digests import LIBRARY_VARIABLES, digest_of, shaping_fields
 
 # Settings of vLLM's model configuration that change what a layer computes.
 MODEL_SETTINGS = (
@@ -98,16 +98,12 @@ SHAPING_VARIABLES = (
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 # And those that vLLM has no setting of: libraries, or a file of its own, read them.
 UNDECLARED_VARIABLES = (
-    "DNNL_DEFAULT_FPMATH_MODE",
+    *LIBRARY_VARIABLES,
     "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH",
     "FLASHINFER_NVFP4_4OVER6",
     "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256",
     "FLA_TRIL_PRECISION",
     "FLA_USE_FAST_OPS",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TRITON_F32_DEFAULT",
     "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH",
     "USE_FLAGOS",
     "XHS_VIDEO_JPEG_QUALITY",
