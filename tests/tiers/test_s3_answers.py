@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +30,7 @@ from kvd.tiers.store import (
     TierUnusable,
 )
 from tests.tiers.contract import ONE, key, read, soon, source, target
+from tests.tiers.http_stand import serving
 from tests.tiers.valkey_rig import certificate, free_ports
 
 FLOOD_MIB = 256
@@ -213,12 +213,8 @@ def no_late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def answering() -> Iterator[Answering]:
-    with Answering(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Answering(("127.0.0.1", 0), Handler)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def options_of(port: int, place: Path) -> dict[str, OptionValue]:
@@ -448,9 +444,7 @@ def test_a_redirect_takes_neither_token_nor_request_to_another_host(
 ) -> None:
     forget_proxies(monkeypatch)
     (tmp_path / "token").write_text("nobody else's")
-    with Answering(("0.0.0.0", 0), Redirecting) as server:  # two addresses
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Answering(("0.0.0.0", 0), Redirecting)) as server:  # two addresses
         options = options_of(server.server_port, tmp_path)
         options["session_token_file"] = str(tmp_path / "token")
         of = Bucket(S3Options.of(options))
@@ -460,18 +454,14 @@ def test_a_redirect_takes_neither_token_nor_request_to_another_host(
             lambda: list(of.names("kvd", soon())),
             lambda: of.remove([NAME]),
         ]
-        try:
-            for ask in asked:
-                with pytest.raises(TierError, match="another host") as raised:
-                    ask()
-                assert raised.value.reason is TierReason.REFUSED
-            assert "sends us to another host (a redirect)" in str(of.notes)
-            with pytest.raises(TierUnusable, match="look at endpoint"):
-                of.meet()
-            assert set(server.hosts) == {"127.0.0.1"}
-        finally:
-            server.shutdown()
-            thread.join()
+        for ask in asked:
+            with pytest.raises(TierError, match="another host") as raised:
+                ask()
+            assert raised.value.reason is TierReason.REFUSED
+        assert "sends us to another host (a redirect)" in str(of.notes)
+        with pytest.raises(TierUnusable, match="look at endpoint"):
+            of.meet()
+        assert set(server.hosts) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -514,16 +504,10 @@ def test_an_address_of_version_6_is_reached(tmp_path: Path) -> None:
     class Six(Answering):
         address_family = socket.AF_INET6
 
-    with Six(("::1", 0), Curt) as server:
+    with serving(Six(("::1", 0), Curt)) as server:
         server.status = 200
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         options = options_of(1, tmp_path) | {"endpoint": f"http://[::1]:{server.server_port}"}
-        try:
-            assert Bucket(S3Options.of(options)).has(NAME)
-        finally:
-            server.shutdown()
-            thread.join()
+        assert Bucket(S3Options.of(options)).has(NAME)
 
 
 def test_files_are_not_read_for_each_refusal(

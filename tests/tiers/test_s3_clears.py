@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from kvd.tiers.s3 import bucket
 from kvd.tiers.s3.store import S3Store
 from kvd.tiers.store import TierError, TierReason
 from tests.tiers.contract import ONE, soon
+from tests.tiers.http_stand import serving
 from tests.tiers.test_s3_answers import Alike, Answering, Page, options_of
 
 
@@ -62,12 +62,8 @@ class Keeping(Alike):
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Answering]:
     """Deletions wait for no write of a process before."""
     monkeypatch.setattr(bucket, "UNANSWERED_S", 0.0)
-    with Answering(("127.0.0.1", 0), Alike) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Answering(("127.0.0.1", 0), Alike)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize(("answers", "said"), [(Page, "ETag"), (Unlisting, "is no bucket")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.store import Outcome, TierError, TierReason, TierTimeout
 from tests.tiers.contract import key, source
+from tests.tiers.http_stand import serving
 from tests.tiers.test_s3_answers import NAME, bucket
 from tests.tiers.valkey_rig import free_ports
 
@@ -54,12 +54,8 @@ class OfForgetful(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def forgetful() -> Iterator[Forgetful]:
-    with Forgetful(("127.0.0.1", 0), OfForgetful) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Forgetful(("127.0.0.1", 0), OfForgetful)) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.store import S3Store
 from kvd.tiers.store import NAMESPACE_BYTES, OptionValue, Outcome, TierTimeout
 from tests.tiers.contract import ONE, OTHER, key, soon, source, write
+from tests.tiers.http_stand import serving
 from tests.tiers.valkey_rig import until
 
 LIST = (
@@ -85,13 +86,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[LateBucket]:
-    with LateBucket() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(LateBucket()) as server:
         yield server
         server.in_time.set()
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

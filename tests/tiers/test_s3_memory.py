@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is not here")
 
+from tests.tiers.http_stand import serving
 from tests.tiers.test_s3_answers import Alike, Answering, options_of
 
 SENT_MIB = 512
@@ -46,16 +46,10 @@ class Long(Alike):
 def test_an_answer_that_is_too_long_for_memory_ends_the_process_that_takes_it_in(
     tmp_path: Path,
 ) -> None:
-    with Answering(("127.0.0.1", 0), Long) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Answering(("127.0.0.1", 0), Long)) as server:
         given = json.dumps(options_of(server.server_port, tmp_path))
         command = [sys.executable, "-c", OPENED_WITHIN_128_MIB, given]
-        try:
-            ended = subprocess.run(command, capture_output=True, check=False)
-        finally:
-            server.shutdown()
-            thread.join()
+        ended = subprocess.run(command, capture_output=True, check=False)
     assert ended.returncode == -signal.SIGABRT, ended.stderr.decode()
     assert b"memory allocation of" in ended.stderr
 
