@@ -18,38 +18,18 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, NamespaceId, SessionId
-from kvd.core.machine import Machine, MachineConfig
-from kvd.observability.metrics import Metrics
-from kvd.pool.config import PoolConfig
-from kvd.pool.pool import Pool
 from kvd.runtime.driver import Driver
 from kvd_proto.v1 import engine_pb2 as pb
+from tests.control.driver_stand import NoNews, config_of, opened_driver
 from tests.core.bench import spec
 
-EXTENT_BYTES = 65536
 JOB = JobId(7)
-
-
-class NoNews:
-    def job_ended(self, order: act.EndJob) -> None:
-        pass
-
-    def rank_lost(self, rank: int, reason: str) -> None:
-        pass
 
 
 @pytest.fixture
 async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
-    config = PoolConfig(
-        directory=shared_directory, pool_bytes=4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES
-    )
-    pool = Pool.open(config, lambda _done, _all: None)
-    machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
-    made = Driver(machine, pool, Metrics("test"))
-    for event in pool.recovered():
-        made.call(event)
-    yield made
-    await made.close()
+    async with opened_driver(config_of(shared_directory)) as made:
+        yield made
 
 
 def opened(driver: Driver) -> SessionId:

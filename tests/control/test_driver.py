@@ -18,14 +18,12 @@ from kvd.core.blocks import row_grants
 from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import LayoutMismatch, LimitExceeded
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
-from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model import size_class
 from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
-from kvd.observability.metrics import Metrics
-from kvd.pool.config import PoolConfig, PoolError
+from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime import driver as module
@@ -33,9 +31,9 @@ from kvd.runtime.clock import AwakeClock
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import MoverOwner
 from tests import leaks
+from tests.control.driver_stand import EXTENT_BYTES, NoNews, config_of, opened_driver
 from tests.core.bench import context, engine_blocks, keys, spec
 
-EXTENT_BYTES = 65536
 MOVER = MoverId(1)
 OWNER = MoverOwner(0, "worker")
 PLACEMENT = RankPlacement(rank=0, shard=0, writer=True)
@@ -65,36 +63,20 @@ class SlowlyDying:
         self.sink.mover_gone(self.mover, "killed")
 
 
-class NoSession:
-    def job_ended(self, order: act.EndJob) -> None:
-        pass
-
-    def rank_lost(self, rank: int, reason: str) -> None:
-        pass
-
-
 async def _launch(config: MoverConfig, sink: MoverSink) -> MoverProcess:
     return cast("MoverProcess", SlowlyDying(config, sink))
 
 
 @pytest.fixture
 async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
-    config = PoolConfig(
-        directory=shared_directory, pool_bytes=4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES
-    )
-    pool = Pool.open(config, lambda _done, _all: None)
-    machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
-    driver = Driver(machine, pool, Metrics("test"), launch=_launch)
-    for event in pool.recovered():
-        driver.call(event)
-    yield driver
-    await driver.close()
+    async with opened_driver(config_of(shared_directory), _launch) as made:
+        yield made
 
 
 def open_session(driver: Driver) -> SessionId:
     session = driver.allocate_session_id()
     opened = ev.SessionOpened(session, spec(), "", 1)
-    driver.open_session(opened, {}, NoSession())
+    driver.open_session(opened, {}, NoNews())
     return session
 
 
@@ -292,9 +274,7 @@ async def test_a_row_that_is_zeroed_when_the_daemon_stops_is_nobodys_until_that_
     await asyncio.to_thread(begun.wait)
     closing = asyncio.ensure_future(driver.close())
     await asyncio.wait([closing], timeout=0.2)
-    config = PoolConfig(
-        directory=shared_directory, pool_bytes=4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES
-    )
+    config = config_of(shared_directory)
     try:
         with pytest.raises(PoolError, match="owned by another kvd"):
             Pool.open(config, lambda _done, _all: None).close()
@@ -346,7 +326,7 @@ async def test_rooms_of_many_namespaces_are_published_a_few_at_a_time(
     for number in range(10):
         session = driver.allocate_session_id()
         opened = ev.SessionOpened(session, spec(f"ns {number}"), "", 1)
-        namespaces.append(driver.open_session(opened, {}, NoSession()).namespace)
+        namespaces.append(driver.open_session(opened, {}, NoNews()).namespace)
     published: list[list[int]] = [[]]  # by turn; the first is scheduled already
     turn = driver._publish_rooms
 
@@ -485,7 +465,7 @@ async def test_session_whose_index_page_cannot_be_had_is_refused_and_nobody_else
     def open_another() -> SessionId:
         session = driver.allocate_session_id()
         opened = ev.SessionOpened(session, spec("another"), "", 1)
-        driver.open_session(opened, {}, NoSession())
+        driver.open_session(opened, {}, NoNews())
         return session
 
     with monkeypatch.context() as patched:
@@ -539,7 +519,7 @@ async def test_a_clear_whose_caller_gives_up_between_two_namespaces_clears_both(
 ) -> None:
     for name in ("one", "other"):
         session = driver.allocate_session_id()
-        driver.open_session(ev.SessionOpened(session, spec(name), "", 1), {}, NoSession())
+        driver.open_session(ev.SessionOpened(session, spec(name), "", 1), {}, NoNews())
     cleared: list[NamespaceId] = []
     handle = driver.machine.handle
 
