@@ -22,6 +22,19 @@ ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'client' / 'src'}"}
 TOO_MUCH = str(1 << 27)  # MiB: a node never begins to lend it
 
 
+def cluster(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "examples.cluster", *words],
+        cwd=directory,
+        env=ENVIRONMENT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_that_is_interrupted_leaves_nothing_running(
     number: signal.Signals, tmp_path: Path
@@ -49,15 +62,7 @@ def test_a_start_that_is_interrupted_leaves_nothing_running(
 def test_a_number_that_will_not_do_is_refused_by_its_flag(
     flag: str, value: str, tmp_path: Path
 ) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "examples.cluster", "up", flag, value],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ran = cluster(tmp_path, "up", flag, value)
     assert ran.returncode == 2
     assert f"argument {flag}: '{value}' is no whole number from 1 to" in ran.stderr
     assert "starting" not in ran.stdout
@@ -67,15 +72,8 @@ def test_a_cluster_starts_once_serves_and_ends(tmp_path: Path) -> None:
     port, metrics_port = free_port(), free_port()
 
     def command(*words: str) -> str:
-        ran = subprocess.run(
-            [sys.executable, "-m", "examples.cluster", *words],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        ran = cluster(tmp_path, *words)
+        ran.check_returncode()
         return ran.stdout
 
     assert "no Mooncake Store" in command("down")

@@ -53,7 +53,7 @@ LOOK_AT_WORKERS = (
     "look at the engine's workers: each must reach the socket (their logs say why not); where they"
     " say that the mover has ended, kvd's log says how: by SIGKILL, perhaps for want of memory"
 )
-
+LOOK_AT_TIERS = "docs/tiers.md; the log says more"
 WAIT_FOR_ENDS = (
     "look again in 10 seconds: one that was killed and stays waits in the kernel, as for a GPU that"
     " hangs (dmesg, /proc/PID/stack); mend or reset that, or start the machine anew"
@@ -537,12 +537,12 @@ def _service(on: Subject) -> Iterator[Diagnosis]:
         if not tier.serving:
             why = tier.problem or "its process is being started"
             problem = f"tier {tier.name} is not served: {why}"
-            yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
+            yield Diagnosis("tiers", problem, LOOK_AT_TIERS)
         elif tier.short_lives > 1:
-            yield Diagnosis("tiers", how_it_flaps(tier), "docs/tiers.md; the log says more")
+            yield Diagnosis("tiers", how_it_flaps(tier), LOOK_AT_TIERS)
         for note in tier.notes:
             problem = f"tier {tier.name}: {note}"
-            yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more", is_fault=False)
+            yield Diagnosis("tiers", problem, LOOK_AT_TIERS, is_fault=False)
 
 
 CHECKS: tuple[Callable[[Subject], Iterator[Diagnosis]], ...] = (
