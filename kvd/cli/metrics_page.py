@@ -42,6 +42,7 @@ def described() -> list[Described]:
     told.add_unserved(TenantId("default"), 1.0)
     metrics.watch_lookups(told)
     metrics.watch_registry(lambda: 0)
+    metrics.watch_sockets(lambda: None)
     metrics.tell_checksums(are_kept=True)
     machine.state.counters.hinted["retain", "followed"] = 1
     metrics.call_ended("Status", "OK", 0.001)

@@ -37,6 +37,7 @@ from kvd.control.sockets import (
     refuse_taken,
     require_bindable,
     require_group,
+    tell_when_lost,
     warn_where_closed,
 )
 from kvd.core import events as ev
@@ -139,11 +140,13 @@ class Daemon:
             self.metrics.watch_lookups(control.common.told_lookups)
             stack.push_async_callback(control.close)
             await control.listen(self._place())
+            self.metrics.watch_sockets(control.lost_socket)
             tasks: list[asyncio.Future[Any]] = [
                 asyncio.ensure_future(driver.run()),
                 asyncio.ensure_future(feed_watchdog()),
                 asyncio.ensure_future(self._stop.wait()),
                 asyncio.ensure_future(logs.tell_what_was_left_out(self._floods)),
+                asyncio.ensure_future(tell_when_lost(control.lost_socket)),
             ]
             if self.config.http_port and self.config.status_page:
                 sampling = asyncio.ensure_future(self._status_page.keep(self._sources(control)))

@@ -16,7 +16,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 ALONE_SECONDS = 2.0  # a daemon needs milliseconds
 _AGAIN_SECONDS = 0.02
+_LOST_LOOK_SECONDS = 2.0
 
 
 class SocketTaken(Exception):
@@ -119,6 +120,21 @@ class SocketFile:
         if self.is_there():
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
+
+
+async def tell_when_lost(lost: Callable[[], Path | None]) -> None:
+    """Say in the log when a socket's file is not ours any more, and when it is back. Never ends.
+
+    What is connected goes on meanwhile, so nothing else would tell that nobody new can come.
+    """
+    told = None
+    while await asyncio.sleep(_LOST_LOOK_SECONDS, result=True):
+        now = lost()
+        if now is not None and now != told:
+            log.error("somebody removed %s: no engine can connect any more; restart kvd", now)
+        if now is None and told is not None:
+            log.warning("%s is back: engines can connect again", told)
+        told = now
 
 
 def require_bindable(socket_file: Path) -> None:

@@ -521,6 +521,14 @@ class Metrics:
             registry=self.registry,
         ).set_function(unwritten)
 
+    def watch_sockets(self, lost: Callable[[], object]) -> None:
+        """From now on a scrape reads whether a socket was lost: None where each is there."""
+        Gauge(
+            "kvd_socket_lost",
+            "1 while a socket's file is not the daemon's any more: no engine can connect.",
+            registry=self.registry,
+        ).set_function(lambda: lost() is not None)
+
     def tell_checksums(self, *, are_kept: bool) -> None:
         """From now on a scrape reads whether blocks' bytes are compared."""
         Gauge(

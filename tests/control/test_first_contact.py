@@ -19,6 +19,7 @@ from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
 from tests.forked import run as kvd
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 SMALL = ["--pool-bytes", "8MiB", "--extent-bytes", "4MiB"]
 
@@ -164,6 +165,21 @@ def page(port: int, path: str) -> tuple[int, str]:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+@pytest.mark.parametrize("companion", ["", ".companion"])
+def test_a_socket_that_somebody_removed_is_told_until_it_is_back(companion: str) -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)) as running:
+        path = Path(f"{running.socket}{companion}")
+        assert "\nkvd_socket_lost 0.0\n" in page(port, "/metrics")[1]
+        moved = path.rename(f"{path}-moved")
+        said = f"somebody removed {path}: no engine can connect any more; restart kvd"
+        wait_until(lambda: said in running.log.read_text(), "the log tells of it")
+        wait_until(lambda: "\nkvd_socket_lost 1.0\n" in page(port, "/metrics")[1], "a new page")
+        moved.rename(path)
+        wait_until(lambda: f"{path} is back" in running.log.read_text(), "the log tells of that")
+        assert running.log.read_text().count(said) == 1
 
 
 def test_a_daemon_that_an_operator_drains_is_alive_but_not_ready() -> None:
