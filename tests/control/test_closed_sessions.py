@@ -66,14 +66,20 @@ async def test_nothing_is_remembered_of_a_session_that_has_closed(
     assert not driver.jobs._live
 
 
-def closing(driver: Driver) -> tuple[SessionId, asyncio.Task[str]]:
-    """A session with a job under way, whose scheduler has said that it closes."""
+def session_of(driver: Driver) -> SchedulerSession:
     number = opened(driver)
     common: Any = SimpleNamespace(driver=driver)
     start: Any = SimpleNamespace()
     session = SchedulerSession(start, common, Outbox(quiet=False))
     peer: Any = SimpleNamespace(uid=0)
     session.live = LiveSession(number, NamespaceId(0), spec(), peer, "engine", 1)
+    return session
+
+
+def closing(driver: Driver) -> tuple[SessionId, asyncio.Task[str]]:
+    """A session with a job under way, whose scheduler has said that it closes."""
+    session = session_of(driver)
+    number = session.live.id
     driver.jobs.started(number, JOB)
 
     async def messages() -> AsyncIterator[pb.SessionRequest]:
@@ -100,3 +106,19 @@ async def test_a_copy_that_does_not_end_keeps_no_session_open(
     _, closed = closing(driver)
     assert await closed == CLOSED
     assert "closes while copies run" in caplog.text
+
+
+async def test_ranks_of_which_one_is_lost_meanwhile_are_not_told_to_be_ready(
+    driver: Driver,
+) -> None:
+    """Told behind the loss, its client would take them all to be there."""
+    session = session_of(driver)
+    session.ranks_ready()
+    session.rank_lost(1, "its process was killed")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [each.WhichOneof("kind") for each in session.outbox._unsent] == ["rank_lost"]
+    session.ranks_ready()  # it has come again
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert session.outbox._unsent[-1].WhichOneof("kind") == "ranks_ready"
