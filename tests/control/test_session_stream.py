@@ -24,6 +24,7 @@ from tests.control.daemon_rig import (
     refusal,
     store_job,
 )
+from tests.control.running_daemon import DEADLINE_S
 from tests.waiting import wait_until
 
 
@@ -92,6 +93,17 @@ def test_a_job_that_clashes_is_refused_alone(engine: RawEngine) -> None:
     assert [v.message for v in verdicts] == ["", "job 1003 is in flight", ""]
     engine.worker.ready(1003, 1004)
     assert {engine.ended(1003).status, engine.ended(1004).status} == {common_pb2.JOB_STATUS_DONE}
+
+
+def test_the_end_of_a_job_comes_behind_the_verdict_on_it(former: RawEngine) -> None:
+    """Of a refused one, too, which has ended before its step is worked off."""
+    former.store({12: block(12)})
+    scheduler = former.scheduler
+    scheduler.sequence += 1
+    job = store_job(scheduler.highest_job, [13], [0])  # an earlier one's number
+    scheduler.send(step=engine_pb2.Step(sequence=scheduler.sequence, stores=[job]))
+    told = [scheduler.responses.get(timeout=DEADLINE_S) for _ in range(2)]
+    assert [each.WhichOneof("kind") for each in told] == ["step", "jobs_ended"]
 
 
 def test_a_load_of_what_is_not_there_is_refused_in_its_verdict(scheduler: RawScheduler) -> None:
