@@ -32,9 +32,9 @@ async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
         yield made
 
 
-def opened(driver: Driver) -> SessionId:
-    session = driver.allocate_session_id()
-    driver.open_session(ev.SessionOpened(session, spec(), "", 1), {"model": "m"}, NoNews())
+def opened(driver: Driver, name: str = "ns") -> SessionId:
+    session, named = driver.allocate_session_id(), spec(name)
+    driver.open_session(ev.SessionOpened(session, named, "", 1), {"model": "m"}, NoNews())
     return session
 
 
@@ -64,6 +64,17 @@ async def test_nothing_is_remembered_of_a_session_that_has_closed(
         each()
     assert not driver.jobs._ends
     assert not driver.jobs._live
+
+
+async def test_room_is_remembered_of_namespaces_in_use_alone(driver: Driver) -> None:
+    """A namespace that comes again has another number: those of before would only become more."""
+    for name in ("one", "another"):
+        session = opened(driver, name)
+        namespace = driver.sessions[session].namespace
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert set(driver._rooms) == {namespace}
+        driver.close_session(session)
 
 
 def session_of(driver: Driver) -> SchedulerSession:
