@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,10 +14,10 @@ import pytest
 from kvd.control.access.peers import Credentials, Peer, Role
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.registration.rendezvous import Rendezvous, process_of
-from kvd.control.sessions.session import SessionContext, SessionTerms
+from kvd.control.sessions.session import SchedulerSession, SessionContext, SessionTerms
 from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
 from kvd.core.errors import KvdError, UnknownRegistration
-from kvd.core.keys import MoverId
+from kvd.core.keys import MoverId, SessionId
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.daemon_rig import BLOCK_BYTES, group, identity, namespace
 from tests.control.driver_stand import config_of, opened_driver
@@ -44,6 +45,10 @@ class ClientStream:
         while (request := await self._said.get()) is not None:
             yield request
 
+    def close(self) -> None:
+        """Its client says that its engine ends."""
+        self._said.put_nowait(pb.SessionRequest(close=pb.CloseSession()))
+
     def end(self) -> None:
         """Its client sends no more."""
         self._said.put_nowait(None)
@@ -64,8 +69,8 @@ async def common(shared_directory: Path) -> AsyncIterator[SessionContext]:
         made.departures.close()
 
 
-def scheduler() -> Peer:
-    credentials = Credentials(USER, os.getgid(), os.getpid(), None)
+def scheduler(pidfd: int | None = None) -> Peer:
+    credentials = Credentials(USER, os.getgid(), os.getpid(), pidfd)
     return Peer(credentials, Role.SCHEDULER, "test", lambda _message, _descriptors: None)
 
 
@@ -76,15 +81,18 @@ def nothing_is_left(common: SessionContext) -> bool:
 
 
 async def test_a_session_ends_with_its_client_though_its_stream_does_not(
-    common: SessionContext,
+    common: SessionContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A killed process may have left the stream to a child."""
+    caplog.set_level(logging.INFO)
     peer = scheduler()
     stream = ClientStream(common, peer)
     assert (await stream.told.get()).opened.session_id
     peer.end()
     await stream.served
     assert nothing_is_left(common)
+    (why,) = (said for said in caplog.messages if " ends: " in said)
+    assert why.endswith("its scheduler is gone")
 
 
 async def test_a_session_of_a_client_that_ended_as_it_was_opened_ends_at_once(
@@ -117,6 +125,38 @@ async def test_a_stream_that_is_given_up_ends_its_session(common: SessionContext
     with pytest.raises(asyncio.CancelledError):
         await stream.served
     assert nothing_is_left(common)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_whether_its_engine_ends_is_watched_unless_it_has_closed_its_session(
+    common: SessionContext, closes: bool
+) -> None:
+    """What only the engine can use goes with its process, and at once where it said so."""
+    peer = scheduler(os.pidfd_open(os.getpid()))
+    stream = ClientStream(common, peer)
+    assert (await stream.told.get()).opened.session_id
+    if closes:
+        stream.close()
+    else:
+        stream.end()
+    await stream.served
+    assert bool(common.departures._watched) is not closes
+    peer.end()
+
+
+async def test_nobody_waits_for_the_rows_of_a_session_that_has_ended(
+    common: SessionContext,
+) -> None:
+    peer = scheduler()
+    stream = ClientStream(common, peer)
+    session = SessionId((await stream.told.get()).opened.session_id)
+    sink = common.driver.sessions[session].sink
+    assert isinstance(sink, SchedulerSession)
+    sink.ranks_ready()
+    peer.end()
+    await stream.served
+    assert sink._telling is not None
+    assert sink._telling.cancelled()
 
 
 async def test_nothing_is_kept_of_an_engine_whose_session_is_refused(
