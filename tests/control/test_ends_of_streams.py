@@ -30,6 +30,7 @@ class ClientStream:
 
     def __init__(self, common: SessionContext, peer: Peer, **opening: Any) -> None:
         self.told: asyncio.Queue[pb.SessionResponse] = asyncio.Queue()
+        self.sent: list[str] = []
         self._said: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         fields: dict[str, Any] = {
             "identity": identity(),
@@ -54,9 +55,10 @@ class ClientStream:
         self._said.put_nowait(None)
 
     async def send_initial_metadata(self, _metadata: object) -> None:
-        """It has none."""
+        self.sent.append("metadata")
 
     async def write(self, message: pb.SessionResponse) -> None:
+        self.sent.append("answer")
         self.told.put_nowait(message)
 
 
@@ -89,8 +91,8 @@ async def test_a_session_ends_with_its_client_though_its_stream_does_not(
     stream = ClientStream(common, peer)
     assert (await stream.told.get()).opened.session_id
     peer.end()
-    await stream.served
     assert nothing_is_left(common)
+    await stream.served
     (why,) = (said for said in caplog.messages if " ends: " in said)
     assert why.endswith("its scheduler is gone")
 
@@ -119,8 +121,10 @@ async def test_a_client_that_opens_and_ends_sessions_is_noted_no_more_often(
 
 
 async def test_a_stream_that_is_given_up_ends_its_session(common: SessionContext) -> None:
+    """Were metadata sent with its first answer, gRPC might send them again with its status."""
     stream = ClientStream(common, scheduler())
     assert (await stream.told.get()).opened.session_id
+    assert stream.sent == ["metadata", "answer"]
     stream.served.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stream.served
