@@ -148,6 +148,19 @@ async def test_whether_its_engine_ends_is_watched_unless_it_has_closed_its_sessi
     peer.end()
 
 
+async def test_a_stream_is_over_once_its_session_has_had_its_turn_to_end(
+    common: SessionContext,
+) -> None:
+    """Its client may come again at once, and would be one session too many."""
+    stream = ClientStream(common, scheduler())
+    assert (await stream.told.get()).opened.session_id
+    for _ in range(20):
+        common.ends.put(USER, lambda: None)
+    stream.end()
+    await stream.served
+    assert nothing_is_left(common)
+
+
 async def test_nobody_waits_for_the_rows_of_a_session_that_has_ended(
     common: SessionContext,
 ) -> None:
