@@ -148,6 +148,20 @@ async def test_whether_its_engine_ends_is_watched_unless_it_has_closed_its_sessi
     peer.end()
 
 
+async def test_of_a_client_that_reads_too_slowly_the_log_says_so(
+    common: SessionContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stream = ClientStream(common, scheduler())
+    session = SessionId((await stream.told.get()).opened.session_id)
+    sink = common.driver.sessions[session].sink
+    assert isinstance(sink, SchedulerSession)
+    sink.outbox.overflowed.set()
+    await stream.served
+    (why,) = (said for said in caplog.messages if " ends: " in said)
+    assert why.endswith("its client reads too slowly")
+
+
 async def test_a_stream_is_over_once_its_session_has_had_its_turn_to_end(
     common: SessionContext,
 ) -> None:
