@@ -14,13 +14,26 @@ from pathlib import Path
 
 import pytest
 
+from kvd.tiers.disk import disk as disk_module
 from kvd.tiers.disk import rows as rows_module
 from kvd.tiers.disk import wiping
 from kvd.tiers.disk.files import SystemFiles
 from kvd.tiers.disk.index_file import IndexFile
 from kvd.tiers.disk.store import DiskStore
-from kvd.tiers.store import TierError
-from tests.tiers.contract import BLOCK_BYTES, ONE, OTHER, has, keep, soon
+from kvd.tiers.store import Outcome, TierError
+from tests.tiers.contract import (
+    BLOCK_BYTES,
+    ONE,
+    OTHER,
+    content,
+    has,
+    keep,
+    key,
+    read,
+    soon,
+    source,
+    write,
+)
 from tests.tiers.test_disk_contract import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -144,4 +157,31 @@ def test_a_deletion_that_no_index_keeps_is_not_told_as_done(
     store = DiskStore(options_of(tmp_path, regions=4))
     assert all(has(store, n) for n in range(4))
     assert not any(has(store, n, OTHER) for n in range(4))
+    store.close()
+
+
+def test_a_deletion_wipes_nothing_of_a_size_that_took_the_place_of_another_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.tiers.disk.space.MAX_SIZES", 2)
+    store = DiskStore(options_of(tmp_path, regions=2))
+    write(store, *(source(key(n, OTHER), content(n, 4096)) for n in range(2)))
+    write(store, source(key(10), content(10, 8192)))
+    written: list[list[Outcome]] = []
+    sleep = time.sleep
+
+    def breathe(seconds: float) -> None:
+        if seconds == disk_module.BREATH_S and not written:  # between the sizes
+            written.append(write(store, source(key(20, OTHER), content(20, 12288))))
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", breathe)
+    store.delete_scopes([ONE], soon())
+    monkeypatch.undo()
+    assert written == [[Outcome.DONE]]
+    assert read(store, key(20, OTHER), 12288)[0] is Outcome.DONE
+    assert store.usage().errors == {}
+    store.close()
+    store = DiskStore(options_of(tmp_path, regions=2))
+    assert read(store, key(20, OTHER), 12288)[0] is Outcome.DONE
     store.close()

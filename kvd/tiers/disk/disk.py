@@ -508,9 +508,8 @@ class Disk:
         for size_class in classes:
             for first in range(0, size_class.size, PLACES_AT_ONCE):
                 with self._lock:
-                    is_left = self._space.classes.get(size_class.stride) is size_class
                     span = slice(first, min(first + PLACES_AT_ONCE, size_class.in_use().stop))
-                    if not is_left or span.stop <= first:
+                    if span.stop <= first:  # also of a class that has gone
                         break
                     ready = first + np.flatnonzero(size_class.states[span] == PlaceState.READY)
                     if ready.size:

@@ -226,6 +226,13 @@ class DiskSizeClass:
         self.regions[number] = NO_REGION
         return region
 
+    def give_up_all(self) -> Slots:
+        """Let go of every region; their numbers in the slab. Nothing may be done with the class any
+        more: who still walks through its places finds none in use."""
+        held: Slots = self.regions[self.regions != NO_REGION]
+        self.regions[:] = NO_REGION
+        return held
+
     def offsets(self, places: Slots, region_bytes: int) -> Slots:
         """Where places begin, from the first region's beginning on."""
         numbers, within = np.divmod(places, self.per_region)

@@ -87,8 +87,7 @@ class DiskSpace:
             idle = len(ready) == np.count_nonzero(states) and not least.pins[ready].any()
             if idle:
                 self._note(least, ready)
-                held = least.regions[least.regions != NO_REGION]
-                self._unused += np.sort(held)[::-1].tolist()
+                self._unused += np.sort(least.give_up_all())[::-1].tolist()
                 del self.classes[least.stride]
                 return
 
