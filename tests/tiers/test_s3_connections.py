@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -14,7 +16,7 @@ pytest.importorskip("obstore", reason="obstore is not here")
 from kvd.tiers.s3 import bucket as module
 from kvd.tiers.s3.bucket import Bucket
 from kvd.tiers.store import Outcome, TierError, TierReason, TierTimeout
-from tests.tiers.contract import key, source
+from tests.tiers.contract import key, soon, source
 from tests.tiers.http_stand import serving
 from tests.tiers.test_s3_answers import NAME, bucket
 from tests.tiers.valkey_rig import free_ports
@@ -26,27 +28,56 @@ class Forgetful(ThreadingHTTPServer):
     most = 1
     asked = 0
 
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), OfForgetful)
+        self.names: set[str] = set()
+
 
 class OfForgetful(BaseHTTPRequestHandler):
-    """There are no objects, and every one is taken."""
+    """There are no objects, and every one is taken. Only of lists are they, each on its page."""
 
     protocol_version = "HTTP/1.1"
     answered = 0  # of this connection
 
     def do_HEAD(self) -> None:
         assert isinstance(self.server, Forgetful)
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked += 1
         self.answered += 1
         if self.answered > self.server.most:
             self.close_connection = True
             return
-        self.send_response(200 if self.command == "PUT" else 404)
+        body = self._carried_out(self.server.names, content)
+        self.send_response(404 if self.command == "HEAD" else 200)
         self.send_header("ETag", "1")
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
-    do_PUT = do_HEAD  # noqa: N815 - as the server calls it
+    do_GET = do_POST = do_PUT = do_HEAD  # noqa: N815 - as the server calls them
+
+    def _carried_out(self, names: set[str], content: bytes) -> bytes:
+        where = urlsplit(self.path)
+        if self.command == "PUT":
+            names.add(where.path.removeprefix("/blocks/"))
+        if self.command == "POST":
+            gone = re.findall("<Key>(.*?)</Key>", content.decode())
+            names.difference_update(gone)
+            told = [f"<Deleted><Key>{name}</Key></Deleted>" for name in gone]
+            return f"<DeleteResult>{''.join(told)}</DeleteResult>".encode()
+        if self.command != "GET":
+            return b""
+        asked = dict(parse_qsl(where.query))
+        behind = asked.get("continuation-token") or asked.get("start-after", "")
+        left = sorted(each for each in names if each > behind)
+        page = "<ListBucketResult>"
+        for name in left[:1]:
+            page += f"<Contents><Key>{name}</Key><Size>1</Size><ETag>1</ETag>"
+            page += "<LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+        if len(left) > 1:
+            page += f"<NextContinuationToken>{left[0]}</NextContinuationToken>"
+        page += f"<IsTruncated>{str(len(left) > 1).lower()}</IsTruncated>"
+        return f"{page}</ListBucketResult>".encode()
 
     def log_message(self, *_words: Any) -> None:
         """Nobody reads it."""
@@ -54,7 +85,7 @@ class OfForgetful(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def forgetful() -> Iterator[Forgetful]:
-    with serving(Forgetful(("127.0.0.1", 0), OfForgetful)) as server:
+    with serving(Forgetful()) as server:
         yield server
 
 
@@ -85,6 +116,21 @@ def test_a_write_whose_kept_connection_is_ended_is_made_again_and_may_happen_lat
     assert asked.write(name, source(key(1), bytes(8))) is Outcome.DONE
     with pytest.raises(TierTimeout, match="may happen yet"):
         asked.require_no_late_writes(name)
+
+
+def test_what_a_clear_asks_whose_kept_connection_is_ended_is_asked_on_another(
+    asked: Bucket, forgetful: Forgetful
+) -> None:
+    blocks = [f"kvd/00/{number}" for number in range(3)]
+    forgetful.names.update(blocks)
+    witness = asked.bear_witness("kvd/00")
+    pages = list(asked.names("kvd/00", soon(), at_once=1))
+    assert pages == [[name] for name in (*blocks, witness)]
+    asked.remove(blocks)
+    assert forgetful.names == {witness}
+    asked.dismiss(witness)
+    assert not forgetful.names
+    assert asked.notes == ()
 
 
 def test_a_bucket_that_ends_every_connection_is_asked_so_many_times_and_then_left_alone(

@@ -227,10 +227,22 @@ class Bucket:
         self, below: str, deadline: float, at_once: int = LISTED_AT_ONCE
     ) -> Iterator[list[str]]:
         """All names below one, some at once. TierTimeout where the next ones come too late."""
+        listed: Any = None
+        last: str | None = None
+
+        def following(objects: Objects) -> Any:
+            nonlocal listed
+            listed = listed or obstore.list(objects, below, offset=last, chunk_size=at_once)
+            try:
+                return asyncio.run(_next_of(listed, deadline))
+            except BaseError:
+                listed = None  # it gives nothing more
+                raise
+
         with _answered(self):
-            listed = obstore.list(self._objects, below, chunk_size=at_once)
-            while some := asyncio.run(_next_of(listed, deadline)):
+            while some := self._sent(following):
                 yield [each["path"] for each in some]
+                last = some[-1]["path"]
 
     def _a_while(self) -> float:
         """Until when a request has had its time."""
@@ -250,7 +262,7 @@ class Bucket:
         name = f"{below}/{_WITNESS}{secrets.token_hex(8)}"  # clears at once have one each
         try:
             with _answered(self):
-                obstore.put(self._objects, name, b"kvd", use_multipart=False)
+                self._sent(obstore.put, name, b"kvd", use_multipart=False)
         except TierError:  # it may be there, or come
             with self._lock:
                 self._left.add(name)
@@ -284,7 +296,7 @@ class Bucket:
         """Remove them, where they are there."""
         for begin in range(0, len(names), REMOVED_AT_ONCE):
             with _answered(self):
-                obstore.delete(self._objects, names[begin : begin + REMOVED_AT_ONCE])
+                self._sent(obstore.delete, names[begin : begin + REMOVED_AT_ONCE])
 
     # -- requests -----------------------------------------------------------------------------
 
