@@ -235,26 +235,29 @@ class EventLog:
         """The resident blocks piece by piece, then what changed meanwhile.
 
         What a piece could not know stands among those changes, so that all of them, one after
-        the other, make what is resident at the end.
+        the other, make what is resident at the end. Whoever may see more by then gets the pieces
+        again: the end is a place that is gone on from, and lacks nothing of that.
         """
-        began = self.sequence
+        cursor = began = self.sequence
         last: tuple[Change, ...] = ()  # held back: it may be the snapshot's end
-        for changes in self._snapshot(wanted):
-            if changes and last:
-                yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
-            last = changes or last
-            del changes
-            await self._turns.let_others_in(user)
-        cursor = began
-        while cursor < self.sequence:
-            if cursor < self._first_kept:
-                raise FellBehind
-            tail = self._tail_delivery(cursor, wanted)
-            cursor = tail.sequence
-            if tail.changes:
-                yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
-                last = tail.changes
-            await self._turns.let_others_in(user)
+        has_grown = True
+        while has_grown:
+            for changes in self._snapshot(wanted):
+                if changes and last:
+                    yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
+                last = changes or last
+                del changes
+                await self._turns.let_others_in(user)
+            while cursor < self.sequence:
+                if cursor < self._first_kept:
+                    raise FellBehind
+                tail = self._tail_delivery(cursor, wanted)
+                cursor = tail.sequence
+                if tail.changes:
+                    yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
+                    last = tail.changes
+                await self._turns.let_others_in(user)
+            has_grown = wanted.has_grown()
         yield Delivery(cursor, snapshot=True, snapshot_end=True, changes=last)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -195,6 +195,23 @@ async def test_place_behind_a_change_of_rights_is_gone_on_from() -> None:
         watched.log.append(change(2))
         message = await told()
         assert (message.snapshot, message.sequence) == (False, 3)
+
+
+async def test_who_gains_a_tenant_amid_a_snapshot_has_its_blocks_by_the_end() -> None:
+    def snapshot(wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
+        if wanted.namespaces(TENANT, NamespaceId(1)):
+            yield (change(1),)
+        else:
+            yield ()
+            watched.allow(7)
+            watched.log.rights_changed()
+
+    watched = Watched(snapshot)
+    watched.allow(8)
+    watched.log.rights_changed()
+    async with watched.watch() as told:
+        message = await told()
+        assert (message.snapshot_end, message.sequence, len(message.events)) == (True, 2, 1)
 
 
 async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
