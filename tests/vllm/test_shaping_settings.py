@@ -161,6 +161,40 @@ def test_what_a_platform_or_a_model_is_told_beside_counts(base: Configuration) -
     assert changed != config_digest(base.vllm)
 
 
+class Told:
+    """What vLLM takes in place of a dict: it says itself what counts of it."""
+
+    __slots__ = ("_says",)
+
+    def __init__(self, says: str) -> None:
+        self._says = says
+
+    def compute_hash(self) -> str:
+        return self._says
+
+
+def test_an_object_that_a_platform_is_told_counts_by_its_own_hash(base: Configuration) -> None:
+    def digest(told: Told) -> str:
+        return digest_with(base, lambda made: setattr(made, "additional_config", told))
+
+    one, same, other = Told("a"), Told("a"), Told("b")
+    assert digest(one) == digest(same) != digest(other)
+
+
+def test_scales_of_images_count_by_what_is_in_their_file(
+    base: Configuration, tmp_path: Path
+) -> None:
+    def digest(name: str, scales: str) -> str:
+        file = tmp_path / name
+        file.write_text(scales)
+        made = copy.deepcopy(base.vllm)
+        made.model_config.multimodal_config = MultiModalConfig()
+        made.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(file)
+        return config_digest(made)
+
+    assert digest("scales", "{1}") == digest("the-same", "{1}") != digest("scales", "{2}")
+
+
 def test_a_front_end_that_scales_images_itself_counts_where_there_are_images(
     base: Configuration, monkeypatch: pytest.MonkeyPatch
 ) -> None:

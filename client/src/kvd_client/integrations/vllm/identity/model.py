@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from kvd_client.integrations.digests import LIBRARY_VARIABLES, digest_of, shaping_fields
+from kvd_client.integrations.weights import content_digest
 
 # Settings of vLLM's model configuration that change what a layer computes.
 MODEL_SETTINGS = (
@@ -29,6 +31,7 @@ MULTIMODAL_SETTINGS = (
     "video_pruning_method",
     "video_pruning_rate",
 )
+SCALES_SETTING = "mm_encoder_fp8_scale_path"  # names a file, whose content counts
 RUST_VARIABLE = "VLLM_USE_RUST_FRONTEND"  # which scales images by code of its own
 # Of the cache's configuration what decides which layers compute keys and values for a token.
 CACHE_SETTINGS = ("kv_sharing_fast_prefill", "swa_bounded_replay")
@@ -125,7 +128,7 @@ def config_digest(vllm_config: Any) -> str:
         for part, names in UNUSUAL_SETTINGS.items()
     }
     unusual["experts"] = _experts(vllm_config.parallel_config)
-    unusual["additional_config"] = getattr(vllm_config, "additional_config", None) or {}
+    unusual["additional_config"] = _additional(getattr(vllm_config, "additional_config", None))
     described |= {part: found for part, found in unusual.items() if found}
     diffusion = getattr(vllm_config, "diffusion_config", None)
     if diffusion is not None:
@@ -151,12 +154,28 @@ def _describe_model(model_config: Any) -> dict[str, Any]:
     multimodal = getattr(model_config, "multimodal_config", None)
     if multimodal is not None:
         picked = _pick(multimodal, MULTIMODAL_SETTINGS)
+        if SCALES_SETTING in picked:
+            picked[SCALES_SETTING] = _content_of(picked[SCALES_SETTING])
         described["multimodal"] = {name: value for name, value in picked.items() if value != {}}
         if getattr(envs, RUST_VARIABLE, False):
             described["multimodal"][RUST_VARIABLE] = True
     if depends_on_length(model_config):
         described["max_model_len"] = model_config.max_model_len
     return described
+
+
+def _content_of(file: str) -> str:
+    """A digest of what is in the file; its name where only a rank can read it."""
+    try:
+        return content_digest(Path(file))
+    except OSError:
+        return file
+
+
+def _additional(given: Any) -> Any:
+    """A dict, or what vLLM takes in its place: an object that says itself what counts of it, and
+    may hold what is another in each process."""
+    return given.compute_hash() if hasattr(given, "compute_hash") else given or {}
 
 
 def _kernels(vllm_config: Any) -> dict[str, Any]:
