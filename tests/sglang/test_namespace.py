@@ -310,6 +310,13 @@ def test_of_a_file_that_an_argument_names_its_content_counts(
     assert made[0] != made[1]
 
 
+def test_settings_as_json_are_the_same_in_another_order(namespace_of: NamespaceOf) -> None:
+    of_images, of_videos = {"image": {"size": 4}}, {"video": {"fps": 1}}
+    made = namespace_of(mm_process_config=of_images | of_videos)
+    assert made == namespace_of(mm_process_config=of_videos | of_images)
+    assert made != namespace_of(mm_process_config=of_videos)
+
+
 def test_settings_of_the_loader_that_only_say_how_keep_nobody_apart(
     namespace_of: NamespaceOf,
 ) -> None:

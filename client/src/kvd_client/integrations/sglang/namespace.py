@@ -486,7 +486,12 @@ def _shaping(arguments: Any) -> dict[str, str]:
 
 
 def _told(value: Any) -> str:
-    """A value as text; of a file's path, what is in the file as well."""
+    """A value as text; of a file's path, what is in the file as well.
+
+    Of JSON, whose names may stand in any order, only a digest: it may be long, and names no file.
+    """
+    if isinstance(value, (dict, list)):
+        return digest_of(value)
     text = str(value)
     try:
         return f"{text} {content_digest(Path(text))}" if Path(text).is_file() else text
