@@ -9,7 +9,6 @@ import numpy as np
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
-    ReqContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
@@ -135,12 +134,3 @@ class RequestLookups:
         status = queue.ask_alone(request, BlockRun(group, 0, [block_hash]))
         tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & STATUS_BITS]
         return verdict
-
-    def prompt_of(self, req_context: ReqContext) -> Prompt:
-        """The prompt as vLLM's own scheduler side has noted it: every key with its end."""
-        positions = req_context._offload_key_positions
-        hashes: list[list[bytes]] = [[] for _ in self._groups]
-        for key in positions:
-            group = self._groups[get_offload_group_idx(key)]
-            hashes[group.index].append(get_offload_block_hash(key))
-        return Prompt(hashes, max(positions.values(), default=0) + 1)

@@ -214,19 +214,11 @@ class KvdManager(OffloadingManager):
         return self._lookups.hit_run(self.tracked(req_context), group, stretch)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        tracked = self.tracked(req_context)
-        request = tracked.request
-        if not request.num_tokens:
-            prompt = self._lookups.prompt_of(req_context)
-            request.hashes, request.num_tokens, _ = prompt
-        if request.lookup.state in (LookupState.NEW, LookupState.ASKED):
-            prompt = Prompt(request.hashes, request.num_tokens, request.computed_tokens)
-            if self.begin_lookup(req_context, prompt) is Knowledge.UNANSWERED:
-                return LookupResult.RETRY
+        """What `begin_lookup` found out of one key; before that, or without a session, a miss."""
         session = self.enter_session()
         if session is None or self._queue is None:
             return LookupResult.MISS
-        return self._lookups.one(tracked, key, session, self._queue)
+        return self._lookups.one(self.tracked(req_context), key, session, self._queue)
 
     def was_brought_up(self, req_context: ReqContext) -> bool:
         """Whether a tier brought up any of what the request's lookup found."""
