@@ -1,4 +1,4 @@
-"""What a step says of ended requests: with orders at once, else with others, and bounded."""
+"""What a step says: orders at once, ends with others and bounded, and what no session can use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.v1.kv_offload.base import ReqContext
 
-from kvd_client.draft import StepDraft
+from kvd_client.draft import BlockRun, StepDraft
+from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest, track
 from kvd_client.integrations.vllm.scheduling.steps import (
     MAX_FINISHED,
     MAX_WAITING_ENDS,
@@ -26,12 +28,14 @@ class Sent:
 
     def __init__(self) -> None:
         self.steps: list[StepDraft] = []
+        self.is_lost = False
 
     def send_step(self, step: StepDraft) -> bool:
         self.steps.append(step)
-        return True
+        return not self.is_lost
 
 
+BLOCK = b"b" * 32
 SESSION = cast(SessionView, SimpleNamespace(lease_ttl_s=2.0, generation=1))
 
 
@@ -73,3 +77,66 @@ def test_of_requests_that_ended_without_a_session_the_youngest_are_remembered(
     assert sent.steps == []
     assert len(sender.draft.finished) == MAX_FINISHED
     assert sender.draft.finished[0] == "r1"
+
+
+def handed_off() -> TrackedRequest:
+    """A request that has ended here, and goes on elsewhere with one block."""
+    params = {"do_remote_decode": True}
+    tracked = track(ReqContext("r", kv_transfer_params=params), 1, "")
+    tracked.offered[0][0] = BLOCK
+    return tracked
+
+
+@pytest.mark.parametrize("said", ["preempted", "released_leases"])
+def test_what_frees_memory_is_said_at_once(sender: StepSender, sent: Sent, said: str) -> None:
+    getattr(sender.draft, said).append("r" if said == "preempted" else 7)
+    send(sender)
+    assert len(sent.steps) == 1
+
+
+def test_a_hand_off_is_said_at_once_and_the_engine_steps_for_it(
+    sender: StepSender, sent: Sent
+) -> None:
+    sender.hand_off(handed_off())
+    assert sender.has_pending_work
+    send(sender)
+    (step,) = sent.steps
+    assert [run.block_hashes for draft in step.hand_offs for run in draft.runs] == [[BLOCK]]
+    assert not sender.has_pending_work
+
+
+def test_without_a_session_nothing_gathers_that_none_can_use(
+    sender: StepSender, sent: Sent
+) -> None:
+    tracked = handed_off()
+    sender.hand_off(tracked)
+    sender.draft.touches.append((tracked.request.context, BlockRun(0, 0, [BLOCK])))
+    sender.draft.preempted.append("r")
+    send(sender, session=None)
+    assert not sender.has_pending_work
+    assert not sender.draft.touches
+    assert not sender.draft.preempted
+
+
+def test_a_reset_hands_nothing_off(sender: StepSender, sent: Sent) -> None:
+    sender.hand_off(handed_off())
+    sender.clear()
+    send(sender)
+    assert sent.steps == []
+
+
+def test_what_was_found_is_told_to_the_next_session_where_one_was_lost(
+    sender: StepSender, sent: Sent
+) -> None:
+    sent.is_lost = True
+    sender.draft.lookups.requests = 1
+    sender.draft.preempted.append("r")
+    send(sender)
+    assert sender.draft.lookups.requests == 1
+
+
+def test_another_session_takes_stores_at_once(sender: StepSender) -> None:
+    sender.pause.note(gave_up=True, done=False)
+    assert sender.pause.is_on
+    sender.enter(1)
+    assert not sender.pause.is_on
