@@ -330,5 +330,13 @@ class BytesStand(Stand):
             "leaving": () if scheduling._device is None else scheduling._device.jobs,
             "the rank's jobs": rank._jobs,
             "their parts": rank._owners,
+            "jobs sent": manager.steps.jobs._jobs,
+            "parts of these": manager.steps.jobs._owners,
+            "unanswered": manager._queue._unanswered,
+            "released unanswered": manager._queue._released,
+            "computed": scheduling._never_computed._computed,
+            "sessions": scheduling._sessions._last,
+            "prompts timed": scheduling._prompt_times._computing,
+            "asked": scheduling._beside._asked,
         }
         return {name: table for name, table in tables.items() if table}
