@@ -84,9 +84,7 @@ class RequestLookups:
 
     def settle(self, tracked: TrackedRequest, hit_tokens: int) -> int:
         """VLLM takes so many tokens beyond the device's. How many blocks that will load."""
-        request = tracked.request
-        request.lookup.doubts.clear()
-        request.hit_tokens = request.computed_tokens + hit_tokens
+        tracked.request.lookup.doubts.clear()
         return sum(-(-hit_tokens // group.tokens_per_block) for group in self._groups.values())
 
     def hit_run(self, tracked: TrackedRequest, group: int, stretch: range) -> int | None:
