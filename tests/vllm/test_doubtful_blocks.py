@@ -59,7 +59,7 @@ class Beside:
     def __call__(self, of: Any, *asked: str) -> list[str]:
         for name in asked:
             self._found.asked(name)
-        return [each.name for each in self._found.doubtful(of, self._requests)]  # type: ignore[attr-defined]
+        return [each.name for each in self._found.doubtful(of, self._requests)]
 
 
 def test_who_loads_beside_and_who_is_given_its_blocks_is_doubtful() -> None:
