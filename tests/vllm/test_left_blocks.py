@@ -93,3 +93,31 @@ def test_a_store_that_failed_is_offered_again_some_times(attempts_before: int) -
     assert manager.fail_stores(tracked, KEYS) == (attempts_before == 0)
     tracked.has_ended = True
     assert not manager.fail_stores(tracked, KEYS)
+
+
+def test_behind_a_reuse_filter_what_was_left_to_another_is_not_offered_again() -> None:
+    manager = answers_that_see(KEYS[:3])
+    session: Any = manager._enter_open_session()
+    session.store_threshold = 2
+    assert manager.leave_stores(manager.tracked(CONTEXT), KEYS) == set()
+    manager.complete_store(KEYS[3:], CONTEXT)
+    assert list(manager.take_events()) == [], "an event without blocks"
+
+
+def test_after_a_reset_nothing_is_on_its_way_and_what_lives_stores_nothing() -> None:
+    manager = answers_that_see([])
+    manager.steps = sender()
+    near = list(enumerate(KEYS[1:2], 1))
+    assert manager.prepare_leaving(near, number=1) is not None
+    assert manager.is_being_stored(KEYS[1])
+    manager.fail_stores(manager.tracked(CONTEXT), KEYS[2:])
+    manager.reset_cache()
+    assert not manager.is_being_stored(KEYS[1])
+    assert manager.forget_failures() == set()
+    kept = manager.prepare_blocks(KEYS[3:], None, CONTEXT)
+    assert kept is not None
+    assert kept.keys_to_store == []
+    manager.begin_anew(CONTEXT)
+    kept = manager.prepare_blocks(KEYS[3:], None, CONTEXT)
+    assert kept is not None
+    assert kept.keys_to_store == KEYS[3:]
