@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
@@ -38,16 +39,6 @@ HURRIED = {
     "load_deadline_s": 1.0,
     "store_deadline_s": 1.0,
 }
-
-
-class DeviceCounters:
-    """What the controller asks of SGLang's allocator of device memory."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def get_kvcache(self) -> Any:
-        return self._pool
 
 
 def mha_device_pool(layers: int = LAYERS) -> Any:
@@ -147,9 +138,12 @@ class Rank:
     ) -> None:
         self.device_pool = device_pool if device_pool is not None else mha_device_pool()
         self.pool = host_pool(self.device_pool, layout)
+        self.allocator = PagedTokenToKVPoolAllocator(
+            DEVICE_TOKENS, PAGE_TOKENS, torch.float32, "cpu", self.device_pool, need_sort=False
+        )
         with parallel(*place):
             self.controller = HiCacheController(
-                DeviceCounters(self.device_pool),
+                self.allocator,
                 self.pool,
                 PAGE_TOKENS,
                 None,

@@ -110,6 +110,27 @@ def test_an_update_that_ends_after_its_flush_needs_no_other(start_rank: StartRan
     assert found(rank, 7) == TOKENS
 
 
+def test_pages_that_were_computed_between_a_flush_and_the_end_are_not_kept_after_it(
+    start_rank: StartRank,
+) -> None:
+    """SGLang's own cache has them, and stores them when it likes."""
+    rank = start_rank()
+    one = updater(Model())
+    one.begin_weight_update()
+    assert one.load_weights_from_distributed([("w", torch.ones(2))])[0]
+    rank.controller.reset()
+    computed = rank.allocator.alloc(TOKENS)
+    assert computed is not None
+    indices = rank.fill(prompt(12), seed=12)
+    one.end_weight_update(run_post_load=False)
+    assert (rank.backup(prompt(12), indices), found(rank, 12)) == (0, 0)
+    rank.controller.reset()
+    rank.free(indices)
+    rank.allocator.clear()  # as SGLang's flush does
+    assert found(rank, 12) == 0
+    assert store(rank, 12) == TOKENS
+
+
 @pytest.mark.parametrize("run_post_load", [False, True])
 def test_an_update_that_ends_after_a_change_waits_for_a_flush(
     start_rank: StartRank, *, run_post_load: bool

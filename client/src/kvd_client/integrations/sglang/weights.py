@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class WeightsWatch:
         self.changes = 0
         self.flushed_changes = 0
         self._watched: set[tuple[type, str]] = set()
+        self._flushed: Callable[[], Any] = lambda: None  # the controller, while it lives
 
     def begin(self, updater: type, controller: type, checker: type) -> list[str]:
         """Watch these classes of SGLang's. Returns what they lack: that is not seen."""
@@ -67,9 +69,11 @@ class WeightsWatch:
     def _telling_end(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def told(*args: Any, **kwargs: Any) -> Any:
-            # False where SGLang has loaded the weights itself: a flush that came since is enough.
+            # False where SGLang has loaded the weights itself: a flush that came since is enough,
+            # unless it has computed anything with weights that are only now as they shall be.
             has_loaded = kwargs.get("run_post_load") is False
             is_flushed = has_loaded and self.flushed_changes == self.changes
+            is_flushed = is_flushed and not _may_hold_pages(self._flushed())
             self.changes += 1
             result = method(*args, **kwargs)
             if is_flushed:
@@ -83,9 +87,20 @@ class WeightsWatch:
         def told(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)  # it ends the storage threads, or raises
             self.flushed_changes = self.changes
+            self._flushed = weakref.ref(args[0])
             return result
 
         return told
+
+
+def _may_hold_pages(controller: Any) -> bool:
+    """Whether anything is on the device of what SGLang has computed since it flushed."""
+    allocator: Any = getattr(controller, "mem_pool_device_allocator", None)
+    full: Any = getattr(allocator, "full_attn_allocator", allocator)  # beside a sliding window's
+    try:
+        return bool(full.available_size() <= full.size - full.page_size)
+    except (AttributeError, TypeError):  # this release has other names: nobody knows
+        return True
 
 
 watch = WeightsWatch()
