@@ -16,6 +16,7 @@ from sglang.test.kits.unified_radix_cache import config
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix
 from sglang.test.test_utils import CustomTestCase
 
+from kvd_client.integrations.sglang import weights
 from tests.daemon_process import DaemonProcess
 from tests.sglang import kits
 from tests.sglang.kits import CONFIGS, StorageOverKvd, Tables, same
@@ -107,6 +108,17 @@ class RadixCaches(StorageOverKvd):
         cache, _ = self._load(self._make_storage_dir(), tokens)
         found = match_prefix(cache, tokens)
         assert (found.device_prefix_len, found.host_hit_length) == (0, 0)
+
+    @config.requires_hicache
+    def test_what_was_computed_since_a_flush_is_seen_in_sglangs_allocator(self) -> None:
+        cache, allocator, requests = build_fixture(self.cfg)
+        self._init_hicache(cache)
+        for page in range(2):
+            cache.reset()
+            allocator.clear()  # as SGLang's flush does
+            assert not weights._may_hold_pages(cache.cache_controller)
+            self._insert(cache, allocator, requests, self._make_seq(page, 1))
+            assert weights._may_hold_pages(cache.cache_controller)
 
     @config.requires_hicache
     @requires_buffers
