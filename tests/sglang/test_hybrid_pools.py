@@ -98,6 +98,39 @@ def test_states_are_each_ranks_own_where_mla_pages_are_shared(
     assert second.batch_exists_v2(KEYS, [windows(1)]).kv_hit_pages == 0
 
 
+def test_both_namespaces_of_an_engine_with_a_name_are_used(
+    kvd: DaemonProcess, make_backend: MakeBackend
+) -> None:
+    """Two sessions of one name would end each other."""
+    kv, states = host_pool(mla_device_pool()), state_pool()
+    named = extra_config(kvd.socket, engine_name="engine")
+    backend = make_backend(
+        {PoolName.KV: kv, PoolName.MAMBA: states}, is_mla_model=True, extra_config=named
+    )
+    keys = [each[::-1] for each in KEYS]
+    pages = PoolTransfer(name=PoolName.KV, keys=keys, host_indices=kv.alloc(PAGES * PAGE_TOKENS))
+    state = PoolTransfer(name=PoolName.MAMBA, keys=keys[:1], host_indices=torch.tensor([1]))
+    stored = {PoolName.KV: [True] * PAGES, PoolName.MAMBA: [True]}
+    assert backend.batch_set_v2([pages, state]) == stored
+    names = [batches._connection._identity.engine_id for batches in backend._opened]
+    assert len(set(names)) == 2
+
+
+def test_without_a_daemon_one_namespace_is_waited_for_not_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = extra_config(str(tmp_path / "kvd.sock"), register_wait_s=0.01)
+    backend = KvdHiCache(storage_config(extra, is_mla_model=True))
+    try:
+        backend.register_mem_pool_host(host_pool(mla_device_pool()))
+        backend.register_mem_host_pool_v2(state_pool(), PoolName.MAMBA)
+        backend.on_host_pools_registered()
+        assert len(backend._opened) == 2
+        assert len([line for line in caplog.messages if "not usable yet" in line]) == 1
+    finally:
+        backend.close()
+
+
 def test_a_drafters_heads_are_each_ranks_own_beside_mla(
     make_backend: MakeBackend,
 ) -> None:
