@@ -272,6 +272,38 @@ def test_what_nobody_loads_keeps_no_one_from_what_is_there(
     daemon.end()
 
 
+def test_what_lies_in_a_tier_alone_is_asked_for_and_brought_up(
+    tmp_path: Path, shared_directory: Path
+) -> None:
+    """The page shows none of it: it says only that there is more than it shows."""
+    (place := tmp_path / "tier").mkdir()
+    (settings := tmp_path / "kvd.toml").write_text(
+        f'[[tiers]]\nname = "disk"\nkind = "disk"\n[tiers.options]\ndirectories = "{place}"\n'
+        'directory_bytes = "64MiB"\nregion_bytes = "1MiB"\n'
+    )
+    daemon = DaemonProcess(tmp_path, shared_directory)
+    daemon.pool_bytes = 8 << 20
+    daemon.more_flags = ("--config", str(settings))
+    daemon.start()
+    wait_until(lambda: "tier disk serves" in daemon.log.read_text(), "the tier")
+    memory = Memory(daemon.socket, pending_deadline_s=PATIENCE_S, retry_deadline_s=PATIENCE_S)
+    prompts = iter(keys(500 + number, 64) for number in range(256))
+    first = next(prompts)
+    for block in range(64):
+        memory.write(block, 7)
+    assert memory.batches.store([BlockRun(0, 0, first, range(64))]) == [True]
+    session = memory.batches._connection.session
+    assert session is not None
+    while session.present(0, "", first).any():
+        assert memory.batches.store([BlockRun(0, 0, next(prompts), range(64))]) == [True]
+    for leading in (True, False):
+        assert memory.batches.find([SoughtKeys(0, first, leading=leading)])[0].all()
+    assert memory.batches.load([BlockRun(0, 0, first, range(100, 164))]) == [[True] * 64]
+    assert memory.values(100, 64) == [{7}] * 64
+    memory.close()
+    daemon.end()
+
+
 def test_claims_end_with_their_time(daemon: DaemonProcess) -> None:
     memory = Memory(daemon.socket, lease_s=0.1)
     prompt = keys(4, 4)
