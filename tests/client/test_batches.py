@@ -304,6 +304,18 @@ def test_what_lies_in_a_tier_alone_is_asked_for_and_brought_up(
     daemon.end()
 
 
+def test_a_close_ends_the_thread_that_renews_leases(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket)
+    prompt = keys(900, 2)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(2))]) == [True]
+    assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+    thread = memory.batches._renewal._thread
+    assert thread is not None
+    assert thread.is_alive()
+    memory.close()
+    assert not thread.is_alive()
+
+
 def test_claims_end_with_their_time(daemon: DaemonProcess) -> None:
     memory = Memory(daemon.socket, lease_s=0.1)
     prompt = keys(4, 4)
