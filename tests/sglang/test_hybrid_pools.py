@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvd_client.batches import BlockBatches
@@ -182,6 +183,43 @@ def test_groups_of_blocks_are_found_by_keys_of_their_own(
     found = backend.batch_exists_v2(KEYS, [asked])
     assert found.extra_pool_hit_pages[PoolName.DEEPSEEK_V4_C4] == 2 * 4  # of the last, a half
     assert found.restorable_prefix_pages[-1] == PAGES
+
+
+def test_where_the_anchor_only_gives_indices_away_the_other_pools_have_the_word(
+    make_backend: MakeBackend,
+) -> None:
+    """As of DeepSeek V4: its anchor has no bytes to keep, and misses nothing."""
+    other = host_pool(mha_device_pool(layers=1))
+    anchor = LogicalHostPool(size=PAGES * PAGE_TOKENS, page_size=PAGE_TOKENS)
+    backend = make_backend({PoolName.KV: anchor, PoolName.DEEPSEEK_V4_C4: other})
+    keys = [f"{2000 + number:064x}" for number in range(PAGES)]
+    indices = torch.arange(PAGES * PAGE_TOKENS)
+    stored = PoolTransfer(
+        name=PoolName.DEEPSEEK_V4_C4, keys=keys[:5], host_indices=indices[: 5 * PAGE_TOKENS]
+    )
+    assert backend.batch_set_v2([stored]) == {PoolName.DEEPSEEK_V4_C4: [True] * 5}
+    assert backend.batch_set_v1(keys, indices) == [True] * PAGES
+    assert backend.batch_exists(keys) == PAGES
+    asked = PoolTransfer(name=PoolName.DEEPSEEK_V4_C4, hit_policy=PoolHitPolicy.ALL_PAGES)
+    found = backend.batch_exists_v2(keys, [asked])
+    assert found.kv_hit_pages == 5
+    assert found.extra_pool_hit_pages[PoolName.DEEPSEEK_V4_C4] == 5
+    both = [PoolTransfer(name=PoolName.KV, keys=keys, host_indices=indices), stored]
+    assert [*backend.batch_get_v2(both).values()] == [[True] * PAGES, [True] * 5]
+    unknown = PoolTransfer(name=PoolName.MAMBA, keys=keys[:1], host_indices=torch.tensor([1]))
+    assert backend.batch_set_v2([unknown]) == {PoolName.MAMBA: [False]}
+    window = PoolTransfer(
+        name=PoolName.DEEPSEEK_V4_C4, keys=keys[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES
+    )
+    assert (
+        backend.batch_exists_v2(
+            [each[::-1] for each in keys[:3]] + keys[3:5], [window]
+        ).kv_hit_pages
+        == 5
+    )
+    backend.close()
+    assert backend.batch_exists(keys) == 0
+    assert backend.batch_get_v1(keys, indices) == [False] * PAGES
 
 
 def split_pool() -> Any:
