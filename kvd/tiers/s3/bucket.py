@@ -64,7 +64,6 @@ from kvd_proto.limits import MAX_RANKS
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 1.0  # after a request without an answer
-HUNG_UP_SECONDS = 1.0  # in which a request is sent again whose connection was ended
 RENEW_SECONDS = 1.0  # between two looks whether a refused bucket's files hold something else
 HEAR_SECONDS = 1.0  # between two questions why a HEAD is refused
 LOG_SECONDS = 60.0  # between two lines about what is wrong with it
@@ -94,7 +93,7 @@ class Bucket:
         self._left: set[str] = set()  # witnesses that no clear has use for, and that may stand
         self.problem = ""  # that it did not answer last, or refused us, and why
         self._secrets = self._read_files()
-        self._objects = self._open()
+        self._objects, self._on_new_connections = self._open()
 
     def meet(self) -> None:
         """Look whether it may be used. TierUnusable where not; who is away is met later."""
@@ -309,19 +308,17 @@ class Bucket:
         """What a request is answered with. `may_happen_late`: the namespace that it writes to.
 
         A server, or what stands before it, may end a connection that was kept, at any time: the
-        request is sent on another then, as often as there may be kept ones.
+        request is sent on a new one then.
         """
-        until = time.monotonic() + HUNG_UP_SECONDS
-        for _ in range(self._options.threads):
-            try:
-                return call(self._objects, *given, **more)
-            except BaseError as error:
-                if not was_hung_up(error) or time.monotonic() >= until:
-                    raise
-            if may_happen_late:
-                self.note_unanswered(may_happen_late)
-            self.require_answering()
-        return call(self._objects, *given, **more)
+        try:
+            return call(self._objects, *given, **more)
+        except BaseError as error:
+            if not was_hung_up(error):
+                raise
+        if may_happen_late:
+            self.note_unanswered(may_happen_late)
+        self.require_answering()
+        return call(self._on_new_connections, *given, **more)
 
     def take_turn(self, deadline: float) -> None:
         """Before a request: wait where the bucket asks for fewer. TierError: not in time."""
@@ -417,7 +414,7 @@ class Bucket:
             found = self._read_files()
             if found != self._secrets:
                 self._secrets = found
-                self._objects = self._open()
+                self._objects, self._on_new_connections = self._open()
                 log.info(
                     "the bucket %s is asked with what its files hold now", self._options.bucket
                 )
@@ -435,7 +432,8 @@ class Bucket:
             found["ca_file"] = content_of("ca_file", self._options.ca_file)
         return found
 
-    def _open(self) -> Objects:
+    def _open(self) -> tuple[Objects, Objects]:
+        """The client, and one that keeps no connection."""
         options = self._options
         config: Any = {
             "region": options.region,
@@ -466,13 +464,12 @@ class Bucket:
             "max_retries": options.retries,
             "retry_timeout": timedelta(seconds=options.request_timeout_seconds),
         }
+        more = {"config": config, "retry_config": retry, **of_files}
+        keeps_none: Any = {**client, "pool_max_idle_per_host": "0"}
         try:
-            return Objects(
-                options.bucket,
-                config=config,
-                client_options=client,
-                retry_config=retry,
-                **of_files,
+            return (
+                Objects(options.bucket, client_options=client, **more),
+                Objects(options.bucket, client_options=keeps_none, **more),
             )
         except BaseError as error:
             raise TierUnusable(f"the client refuses the options: {first_line(error)}") from None
