@@ -152,7 +152,7 @@ class Gang:
             given = None
             try:
                 work()
-            except Exception as error:
+            except BaseException as error:  # SystemExit would end the thread, and the call never
                 log.exception("a piece of a tier's call broke")
                 count.broken = f"a piece of a call broke: {error!r}"
             del work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -58,6 +59,15 @@ def test_calls_of_many_threads_end_each_with_its_own_pieces(gang: Gang) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_piece_that_would_end_its_thread_fails_its_call_alone(gang: Gang) -> None:
+    for _ in range(4):
+        with pytest.raises(AssertionError, match="SystemExit"):
+            gang.do([partial(sys.exit, "a store's own word")])
+    done: list[int] = []
+    gang.do([partial(done.append, number) for number in range(4)])
+    assert sorted(done) == [0, 1, 2, 3]
 
 
 def test_a_small_call_does_not_wait_for_all_pieces_of_a_large_one(gang: Gang) -> None:

@@ -130,6 +130,19 @@ class Wordy(Alike):
         self.wfile.write(said)
 
 
+class Confused(Alike):
+    """Whatever is to be removed: it says of another object that it may not be."""
+
+    def _answer(self) -> None:
+        self._take_all()
+        said = b"<DeleteResult><Error><Key>another</Key><Code>AccessDenied</Code>"
+        said += b"<Message>No.</Message></Error></DeleteResult>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+
 class Elsewhere(Alike):
     """The bucket is in another region: the server's status, and the word that goes with it."""
 
@@ -251,6 +264,15 @@ def test_a_dead_bucket_is_away_for_names_with_numbers_of_refusals_too(tmp_path: 
     assert reason(dead) is TierReason.UNREACHABLE
     assert dead.problem, "it is asked again at once"
     assert f"127.0.0.1:{port} ConnectionRefused" in dead.problem, "a proxy may be meant"
+
+
+def test_an_answer_that_the_client_breaks_over_is_a_failure_of_the_bucket(tmp_path: Path) -> None:
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Confused)) as server:
+        asked = bucket(server.server_port, tmp_path)
+        with pytest.raises(TierError, match="the client broke") as raised:
+            asked.remove([NAME])
+    assert raised.value.reason is TierReason.IO_ERROR
+    assert any("the client broke" in note for note in asked.notes)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")

@@ -37,7 +37,7 @@ _NO_CAUSES |= {"InvalidData", "Request", "SendRequest", "Some", "Uncategorized"}
 _HANG_UPS = ("IncompleteMessage", "ConnectionReset", "BrokenPipe")
 
 
-def meaning_of(error: Exception) -> type[OSError] | None:
+def meaning_of(error: BaseException) -> type[OSError] | None:
     """What it says of an object, if it says that."""
     if "NoSuchBucket" in str(error):
         return None
@@ -48,22 +48,30 @@ def meaning_of(error: Exception) -> type[OSError] | None:
     return None
 
 
-def had_no_answer(error: Exception) -> bool:
+def had_no_answer(error: BaseException) -> bool:
     """Whether nobody answered, or only what stands before the bucket may have."""
     found = _STATUS.search(str(error))
     answered = found is not None and found[1] < "500"
     return not answered and translated(error).reason in _NO_ANSWER
 
 
-def was_hung_up(error: Exception) -> bool:
+def was_hung_up(error: BaseException) -> bool:
     """Whether the other side ended the connection in place of an answer."""
     whole = str(error)
     return "error sending request" in whole and any(word in whole for word in _HANG_UPS)
 
 
-def translated(error: Exception) -> TierError:
+def has_panicked(error: BaseException) -> bool:
+    """Whether the client, which is in Rust, broke over an answer that it did not expect."""
+    return type(error).__module__.startswith("pyo3_")
+
+
+def translated(error: BaseException) -> TierError:
     """What a request that failed is to those who asked for it."""
     whole = str(error)
+    if has_panicked(error):
+        said = f"the client broke, over an answer as no bucket should give: {whole[:300]}"
+        return TierError(said, TierReason.IO_ERROR)
     code = _CODE.search(whole)
     said = f"{code[1]}: {first_line(error)}" if code else first_line(error)
     if is_kept_from(whole):
@@ -90,7 +98,7 @@ def translated(error: Exception) -> TierError:
     return TierError(said, TierReason.IO_ERROR)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """A message without the debugging text behind it, but for why a request got no answer."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     cause = _cause_in(str(error))

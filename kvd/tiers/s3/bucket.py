@@ -32,6 +32,7 @@ from kvd.tiers.s3.answers import (
     WORDLESS,
     first_line,
     had_no_answer,
+    has_panicked,
     meaning_of,
     translated,
     was_hung_up,
@@ -496,7 +497,7 @@ class _answered:  # noqa: N801 - it reads as a statement
         if error is None:
             self._bucket.note(None, self._began)
             return
-        if not isinstance(error, BaseError | OSError):
+        if not isinstance(error, BaseError | OSError) and not has_panicked(error):
             return
         means = meaning_of(error)
         if means in self._expected:
