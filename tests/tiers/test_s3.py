@@ -233,7 +233,10 @@ def test_what_a_bucket_refuses_is_said_and_no_secret(
         ({"bucket": BUCKET, "endpoint": "127.0.0.1:1"}, "endpoint: '127.0.0.1:1' is not"),
         *(
             ({"bucket": BUCKET, "endpoint": f"https://{wrong}"}, "no port from 1 to 65535")
-            for wrong in ("h:-1", "h:0", "h:65536", "h:x", "h:", ":1")
+            for wrong in (
+                *("h:-1", "h:0", "h:65536", "h:x", "h:", ":1", "h:09", "h?x", "h#x"),
+                *("bücher.example", "256.1.1.1", "1.2.3.4.5", "[::g]", "[1.2.3.4]", "[fe80::1%lo]"),
+            )
         ),
         ({"bucket": BUCKET, "access_key_file": "/a"}, "go together"),
         ({"bucket": BUCKET, "session_token_file": "/a"}, "session_token_file: it goes with"),
@@ -249,6 +252,13 @@ def test_what_a_bucket_refuses_is_said_and_no_secret(
 def test_options_that_can_not_be_are_refused(options: dict[str, OptionValue], said: str) -> None:
     with pytest.raises(TierUnusable, match=said):
         S3Store(options)
+
+
+def test_a_password_in_the_endpoint_is_refused_and_not_repeated() -> None:
+    for end in ("", "/folder"):
+        with pytest.raises(TierUnusable, match=r"endpoint: .*secret_key_file") as raised:
+            S3Store({"bucket": BUCKET, "endpoint": f"https://me:{SECRET_KEY}@h{end}"})
+        assert SECRET_KEY not in str(raised.value)
 
 
 def test_a_deadline_ends_a_call_in_its_middle(store: S3Store) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvd.tiers.options import Reader, path, read_options, seconds, switch, text, whole
-from kvd.tiers.store import TierOptions, TierUnusable
+from kvd.tiers.store import OptionValue, TierOptions, TierUnusable
+
+_URL = text(r"https?://[^\s/]+/?", '"https://host:port"')
+_ENDPOINT = re.compile(
+    r"https?://(?:\[(?P<v6>[^]%]*:[^]%]*)\]|(?P<v4>(?:\d+\.){3,}\d+)|[\w.-]+)"
+    r"(?::(?P<port>[1-9]\d{0,4}))?/?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,8 @@ class S3Options:
     def __post_init__(self) -> None:
         if self.endpoint and not _has_host_and_port(self.endpoint):
             raise TierUnusable(
-                f"endpoint: {self.endpoint!r} has no host, or no port from 1 to 65535 behind it"
+                f"endpoint: {self.endpoint!r} has no host (a name in ASCII, or an address), or no"
+                " port from 1 to 65535 behind it, or has something else"
             )
         if (self.access_key_file is None) != (self.secret_key_file is None):
             raise TierUnusable("access_key_file: it and secret_key_file go together")
@@ -58,17 +67,30 @@ class S3Options:
 
 
 def _has_host_and_port(endpoint: str) -> bool:
-    """Whether the host is there, and the port too, if the endpoint names one."""
-    try:
-        parts = urlsplit(endpoint)
-        return bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
-    except ValueError:  # what it says of the port says nothing of the option
+    """Whether the host is there, and the port too, if the endpoint names one, and nothing else."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or int(found["port"] or 1) > 65535:
         return False
+    try:
+        ipaddress.ip_address(found["v6"] or found["v4"] or "::")
+    except ValueError:
+        return False
+    return True
+
+
+def _endpoint(given: OptionValue) -> str:
+    if isinstance(given, str) and "@" in given:  # it is not repeated: there may be a password
+        raise TierUnusable(
+            "endpoint: nobody signs in by it; name access_key_file and secret_key_file, and take"
+            " away what ends in @"
+        )
+    endpoint: str = _URL(given)
+    return endpoint
 
 
 _READERS: dict[str, Reader] = {
     "bucket": text(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}", "a bucket's name"),
-    "endpoint": text(r"https?://[^\s/]+/?", '"https://host:port"'),
+    "endpoint": _endpoint,
     "region": text(r"[A-Za-z0-9-]{1,64}", "a region's name"),
     "prefix": text(
         r"(?!\.{1,2}$)[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, _ . -, and not . or .. alone"
