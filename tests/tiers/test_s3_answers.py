@@ -122,7 +122,9 @@ class Wordy(Alike):
     def _answer(self) -> None:
         self._take_all()
         is_list = "list-type" in self.path
-        said = b"<Error><Code>RequestTimeTooSkewed</Code><Message>No.</Message></Error>"
+        said = (
+            b"<Error><Code>RequestTimeTooSkewed</Code><Message>It&apos;s\nlate.</Message></Error>"
+        )
         said = b'<?xml version="1.0" encoding="UTF-8"?>\n' + (b"<L></L>" if is_list else said)
         self.send_response(200 if is_list else 403)
         self.send_header("Content-Length", str(len(said)))
@@ -383,7 +385,9 @@ def test_a_buckets_own_word_for_a_refusal_is_noted_and_said(
     answering.RequestHandlerClass = Wordy
     store = S3Store(options_of(answering.server_port, tmp_path))
     assert store.write([source(key(1), bytes(8))], soon()) == [Outcome.FAILED]
-    assert "refuses us: RequestTimeTooSkewed: " in str(store.usage().notes)
+    (note,) = store.usage().notes
+    assert "refuses us: RequestTimeTooSkewed: It's late: set this machine's clock: " in note
+    assert "<" not in note
     assert "refuses us: RequestTimeTooSkewed: " in caplog.text
     assert read(store, key(1), 8)[0] is Outcome.FAILED
     assert "refuses us: RequestTimeTooSkewed: " in str(store.usage().notes)

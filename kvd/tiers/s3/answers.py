@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 from obstore.exceptions import (
@@ -29,6 +30,8 @@ _NO_ANSWER = (TierReason.TIMEOUT, TierReason.UNREACHABLE, TierReason.IO_ERROR)
 _STATUS = re.compile(r"status code: (\d{3})\b")  # that the bucket answered with
 WORDLESS = "performing HEAD"  # it is answered without a word
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # its word for what is wrong
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})")  # and its sentence
+_FIXES = {"RequestTimeTooSkewed": "set this machine's clock"}
 # What the client's debugging text says below a request that failed: texts, addresses, and names.
 _CAUSES = re.compile(r'"(?:[^"\\]|\\.)*"|[\w.:\[\]]+:\d+(?=,)|\b[A-Z]\w+\b')
 _NO_CAUSES = {"Connect", "ConnectError", "Custom", "Error", "Io", "Os", "Other", "OtherError"}
@@ -72,8 +75,7 @@ def translated(error: BaseException) -> TierError:
     if has_panicked(error):
         said = f"the client broke, over an answer as no bucket should give: {whole[:300]}"
         return TierError(said, TierReason.IO_ERROR)
-    code = _CODE.search(whole)
-    said = f"{code[1]}: {first_line(error)}" if code else first_line(error)
+    said = _words_in(whole) + first_line(error)
     if is_kept_from(whole):
         where = "it sends us to another host (a redirect), where nothing is asked; look at endpoint"
         return TierError(where, TierReason.REFUSED)
@@ -98,9 +100,20 @@ def translated(error: BaseException) -> TierError:
     return TierError(said, TierReason.IO_ERROR)
 
 
+def _words_in(whole: str) -> str:
+    """What the bucket says of itself in the text of an error, with a fix; it may be nothing."""
+    code = _CODE.search(whole)
+    if code is None:
+        return ""
+    message = _MESSAGE.search(whole)
+    told = " ".join(html.unescape(message[1]).split()) if message else ""
+    words = [code[1], told if told.isprintable() else "", _FIXES.get(code[1], "")]
+    return "".join(f"{each.rstrip('.')}: " for each in words if each)
+
+
 def first_line(error: BaseException) -> str:
     """A message without the debugging text behind it, but for why a request got no answer."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    said = (str(error).strip() or type(error).__name__).splitlines()[0].partition(": <")[0][:300]
     cause = _cause_in(str(error))
     return f"{said}: {cause}" if cause else said
 
