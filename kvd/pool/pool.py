@@ -61,7 +61,7 @@ from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import Reserve
-from kvd.pool.row_table import GrantedRow, RowTable, why_rows_lost
+from kvd.pool.row_table import GrantedRow, RowTable, why_tables_lost
 from kvd.pool.slot_table import SlotTableFile
 from kvd.pool.verify import Books
 from kvd_proto.layout import require_ordered_stores
@@ -510,7 +510,7 @@ class Pool:
             self.cold_reason = (
                 why_elsewhere(self._lock, self._config, header.extents_directory)
                 or self._files.missing(header.extents_mark)
-                or why_rows_lost(self._config)
+                or why_tables_lost(self._config)
             )
         if header is None or self.cold_reason:
             self._reserve.let_go()

@@ -53,11 +53,17 @@ def row_table_bytes(config: PoolConfig) -> int:
     return config.extents * ROW_HEADER_BYTES
 
 
-def why_rows_lost(config: PoolConfig) -> str:
-    """Why nobody knows whose records and bytes there are; "" where rows.table is whole."""
-    path = config.directory / "rows.table"
-    found, wanted = path.stat().st_size if path.exists() else 0, row_table_bytes(config)
-    return f"rows.table has {found} bytes of {wanted}" if found < wanted else ""
+def why_tables_lost(config: PoolConfig) -> str:
+    """Why nobody knows what is there, and whose; "" where both tables are as long as they were."""
+    for name, wanted in (
+        ("rows.table", row_table_bytes(config)),
+        ("slots.table", config.record_bytes),
+    ):
+        path = config.directory / name
+        found = path.stat().st_size if path.exists() else 0
+        if found < wanted:
+            return f"{name} has {found} bytes of {wanted}"
+    return ""
 
 
 class RowTable(MappedTable):

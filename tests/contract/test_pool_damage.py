@@ -254,6 +254,8 @@ def rewritten(name: str, value: object) -> Callable[[Path], None]:
         (lambda d: (d / "pool.header").unlink(), "no pool was here"),
         (lambda d: (d / "rows.table").unlink(), "rows.table has 0 bytes of 512"),
         (lambda d: os.truncate(d / "rows.table", 511), "rows.table has 511 bytes of 512"),
+        (lambda d: (d / "slots.table").unlink(), "slots.table has 0 bytes of "),
+        (lambda d: os.truncate(d / "slots.table", 4096), "slots.table has 4096 bytes of "),
         (lambda d: (d / "extents" / "00003.kv").unlink(), "extent 3 is missing"),
         (lambda d: (d / "extents" / "00003.kv").write_bytes(b"1"), "extent 3 has 1 bytes"),
     ],
