@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvd import __version__
 from kvd.core.machine import Machine, MachineConfig
 from kvd.observability import status_page
 from kvd.observability.status_page import (
@@ -83,7 +84,7 @@ def test_the_figures_tell_no_more_than_the_metrics_do(engine: RawEngine) -> None
     del said["columns"], said["state"]  # our own words
     metrics = get("/metrics")[1].replace('\\"', '"')
     told = texts(said)
-    assert {BAD_NAME, "host-shm", "0.1.0"} <= told
+    assert {BAD_NAME, "host-shm", __version__} <= told
     assert {text for text in told if f'"{text}"' not in metrics} == set()
 
 
@@ -338,7 +339,7 @@ def test_a_daemon_that_has_gone_is_told_and_its_figures_stay() -> None:
         opened.value("look()")
         opened.wait("!document.getElementById('banner').hidden", "the banner")
         assert "does not answer" in text(opened, "banner")
-        assert "0.1.0" in text(opened, "who")
+        assert __version__ in text(opened, "who")
 
 
 def test_the_file_is_in_the_package() -> None:
