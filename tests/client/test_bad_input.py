@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvd_client import EngineIdentity, Fragment, GroupLayout, SchedulerOptions, SharedMemory
+from kvd_client import (
+    EngineIdentity,
+    Fragment,
+    Group,
+    GroupLayout,
+    NamespaceFields,
+    SchedulerConnection,
+    SchedulerOptions,
+    SharedMemory,
+    Worker,
+)
 from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
 from tests.client.engine_rig import TOKENS, Rig, blocks
@@ -50,6 +62,90 @@ def test_the_largest_numbers_of_a_layout_are_carried() -> None:
 def test_a_boot_nonce_is_16_bytes(nonce: Any) -> None:
     with pytest.raises(ValueError, match=r"boot_nonce .*, needed are 16"):
         EngineIdentity("e0", nonce)
+
+
+IDENTITY = EngineIdentity("e0", bytes(16))
+GROUP = Group(tokens_per_block=16, shard_bytes=(4096,))
+NAMESPACE = NamespaceFields(
+    model="m", kv_dtype="f16", hash_algorithm="sha256", hash_bytes=32, groups=(GROUP,)
+)
+NO_SOCKET = "/nonexistent/kvd.sock"
+
+
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        ("tokens_per_block is 16.0", lambda bad: replace(GROUP, tokens_per_block=bad(16.0))),
+        ("tokens_per_block is 4294967296", lambda bad: replace(GROUP, tokens_per_block=bad(U32))),
+        ("kind is 'full'", lambda bad: replace(GROUP, kind=bad("full"))),
+        ("sliding_window_tokens is -1", lambda bad: replace(GROUP, sliding_window_tokens=bad(-1))),
+        ("shard_bytes is 4096", lambda bad: replace(GROUP, shard_bytes=bad(4096))),
+        (r"shard_bytes\[1\] is 8.0", lambda bad: replace(GROUP, shard_bytes=bad((8, 8.0)))),
+        ("drafter is 'no'", lambda bad: replace(GROUP, drafter=bad("no"))),
+        ("hash_bytes is 32.0", lambda bad: replace(NAMESPACE, hash_bytes=bad(32.0))),
+        ("groups is Group", lambda bad: replace(NAMESPACE, groups=bad(GROUP))),
+        (r"groups\[0\] is {}", lambda bad: replace(NAMESPACE, groups=bad(({},)))),
+        ("weights_id is None", lambda bad: replace(NAMESPACE, weights_id=bad(None))),
+        ("unshared is 'no'", lambda bad: replace(NAMESPACE, unshared=bad("no"))),
+        ("engine_id is 7", lambda bad: EngineIdentity(bad(7), bytes(16))),
+        ("fd is 'kv'", lambda bad: SharedMemory(bad("kv"), 0, 64)),
+        ("bytes is 64.0", lambda bad: SharedMemory(0, 0, bad(64.0))),
+        ("stride is 64.0", lambda bad: Fragment(0, 0, bad(64.0), bad(64.0))),
+        ("num_blocks is 4.0", lambda bad: GroupLayout(bad(4.0), [])),
+        ("fragments is Fragment", lambda bad: GroupLayout(4, bad(Fragment(0, 0, 64, 64)))),
+        (r"fragments\[0\] is 64", lambda bad: GroupLayout(4, bad([64]))),
+        ("socket_path is None", lambda bad: SchedulerConnection(bad(None), IDENTITY, NAMESPACE)),
+        ("identity is", lambda bad: SchedulerConnection(NO_SOCKET, bad(NAMESPACE), bad(IDENTITY))),
+        ("namespace is {}", lambda bad: SchedulerConnection(NO_SOCKET, IDENTITY, bad({}))),
+        (
+            "world_size is 1.0",
+            lambda bad: connected(bad(1.0)),
+        ),
+        ("socket_path is None", lambda bad: Worker(bad(None), IDENTITY)),
+        ("identity is 'e0'", lambda bad: Worker(NO_SOCKET, bad("e0"))),
+        (r"rank is 2, allowed are 0..1", lambda bad: Worker(NO_SOCKET, IDENTITY, bad(2), 2)),
+        ("shard is '0'", lambda bad: Worker(NO_SOCKET, IDENTITY, shard=bad("0"))),
+        ("writer is None", lambda bad: Worker(NO_SOCKET, IDENTITY, writer=bad(None))),
+        ("flush_timeout_s is -1", lambda bad: Worker(NO_SOCKET, IDENTITY, flush_timeout_s=bad(-1))),
+        ("memories is SharedMemory", lambda bad: registered(bad(SharedMemory(0, 0, 64)), [])),
+        ("groups is GroupLayout", lambda bad: registered([], bad(GroupLayout(0, [])))),
+        (r"groups\[0\] is 5", lambda bad: registered([], bad([5]))),
+    ],
+)
+def test_what_no_message_carries_is_refused_where_it_is_given(
+    message: str, make: Callable[[Callable[[Any], Any]], object]
+) -> None:
+    """`make` gets what hides a value's type from mypy."""
+    with pytest.raises(ValueError, match=message):
+        make(lambda value: value)
+
+
+def connected(world_size: Any) -> None:
+    SchedulerConnection(NO_SOCKET, IDENTITY, NAMESPACE, world_size)
+
+
+def registered(memories: Any, groups: Any) -> None:
+    Worker(NO_SOCKET, IDENTITY).register(memories, groups)
+
+
+def test_an_option_that_a_worker_does_not_have_is_refused() -> None:
+    misspelt: Any = {"load_deadline": 3.0}
+    with pytest.raises(TypeError, match=r"no option load_deadline; it has .*load_deadline_s"):
+        Worker(NO_SOCKET, IDENTITY, **misspelt)
+
+
+def test_a_memory_whose_descriptor_is_closed_is_named() -> None:
+    fd = os.memfd_create("kv")
+    os.close(fd)
+    with pytest.raises(OSError, match=rf"memories\[0\]: fd {fd}: Bad file descriptor"):
+        registered([SharedMemory(fd, 0, 64)], [])
+
+
+def test_numpys_whole_numbers_are_taken() -> None:
+    size: Any = np.int64(4096)
+    fields = replace(NAMESPACE, groups=(replace(GROUP, shard_bytes=(size,)),))
+    assert list(fields.to_proto().groups[0].shard_bytes) == [4096]
+    Fragment(0, 0, size, size).to_proto()
 
 
 @pytest.mark.parametrize("bad", BAD_BLOCKS)

@@ -26,12 +26,19 @@ from typing import NamedTuple
 
 import grpc
 
+from kvd_client.arguments import (
+    require_kind,
+    require_path,
+    require_seconds,
+    require_text,
+    require_whole,
+)
 from kvd_client.backoff import NOT_CONNECTED, Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.forks import FORKED, keep_from_children
-from kvd_client.identity import EngineIdentity, NamespaceFields, require_text
+from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.messages import messages_of
 from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
@@ -91,8 +98,11 @@ class SchedulerConnection:
         silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
         layout.require_ordered_stores()
-        if not 1 <= world_size <= MAX_RANKS:
-            raise ValueError(f"world_size is {world_size}, allowed are 1..{MAX_RANKS}")
+        require_path("socket_path", socket_path)
+        require_kind("identity", identity, EngineIdentity)
+        require_kind("namespace", namespace, NamespaceFields)
+        require_whole("world_size", world_size, 1, MAX_RANKS)
+        require_seconds("silent_after_s", silent_after_s)
         self.namespace = namespace
         self.world_size = world_size
         self.blocking_calls = 0

@@ -6,24 +6,17 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvd_client.arguments import require_kind, require_list, require_text, require_whole
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import (
     MAX_BLOCKS_PER_BLOCK,
     MAX_GROUPS,
     MAX_HASH_BYTES,
     MAX_STRING_BYTES,
+    U32_MAX,
+    U64_MAX,
 )
 from kvd_proto.v1 import engine_pb2
-
-
-def require_text(name: str, text: str, most_bytes: int) -> None:
-    """ValueError, naming the field, for a text that no message can carry, or no daemon takes."""
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} is no Unicode text: {text[:64]!a}") from None
-    if size > most_bytes:
-        raise ValueError(f"{name} has {size} bytes, allowed are at most {most_bytes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +35,20 @@ class Group:
     drafter: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
-            raise ValueError(
-                f"blocks_per_block is {self.blocks_per_block},"
-                f" allowed are 1..{MAX_BLOCKS_PER_BLOCK}"
-            )
-        if self.tokens_per_block < 1 or self.tokens_per_block % self.blocks_per_block:
+        require_whole("blocks_per_block", self.blocks_per_block, 1, MAX_BLOCKS_PER_BLOCK)
+        require_whole("tokens_per_block", self.tokens_per_block, 1, U32_MAX)
+        require_kind("kind", self.kind, GroupKind)
+        require_whole("sliding_window_tokens", self.sliding_window_tokens, 0, U32_MAX)
+        require_kind("drafter", self.drafter, bool)
+        if self.tokens_per_block % self.blocks_per_block:
             raise ValueError("tokens_per_block must be a positive multiple of blocks_per_block")
         if self.kind is GroupKind.SLIDING_WINDOW and self.sliding_window_tokens < 1:
             raise ValueError("a sliding-window group needs sliding_window_tokens")
-        if not self.shard_bytes or min(self.shard_bytes) < 1:
+        require_list("shard_bytes", self.shard_bytes)
+        if not self.shard_bytes:
             raise ValueError("shard_bytes needs one positive size for each shard")
+        for shard, size in enumerate(self.shard_bytes):
+            require_whole(f"shard_bytes[{shard}]", size, 1, U64_MAX)
 
     @property
     def engine_block_tokens(self) -> int:
@@ -95,14 +91,16 @@ class NamespaceFields:
     unshared: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.hash_bytes <= MAX_HASH_BYTES:
-            raise ValueError(f"hash_bytes is {self.hash_bytes}, allowed are 1..{MAX_HASH_BYTES}")
+        require_whole("hash_bytes", self.hash_bytes, 1, MAX_HASH_BYTES)
+        require_list("groups", self.groups)
         if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise ValueError(f"{len(self.groups)} groups, allowed are 1..{MAX_GROUPS}")
+        for number, group in enumerate(self.groups):
+            require_kind(f"groups[{number}]", group, Group)
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str):
-                require_text(field.name, value, MAX_STRING_BYTES)
+            if field.type == "str":
+                require_text(field.name, getattr(self, field.name), MAX_STRING_BYTES)
+        require_kind("unshared", self.unshared, bool)
 
     @property
     def boundary_tokens(self) -> int:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from kvd_client.arguments import require_kind, require_list, require_whole
 from kvd_proto.limits import U32_MAX, U64_MAX
 from kvd_proto.v1 import worker_pb2
 
 ALIGNMENT = 8
+I32_MAX = (1 << 31) - 1  # descriptors are C's int
 
 
 def _require_range(of: object, name: str, most: int) -> None:
     """ValueError, naming the field, for a number that no message can carry."""
-    value = getattr(of, name)
-    if not 0 <= value <= most:
-        raise ValueError(f"{type(of).__name__}: {name} is {value}, allowed are 0..{most}")
+    require_whole(f"{type(of).__name__}: {name}", getattr(of, name), 0, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class SharedMemory:
     bytes: int
 
     def __post_init__(self) -> None:
+        _require_range(self, "fd", I32_MAX)
         for name in ("offset", "bytes"):
             _require_range(self, name, U64_MAX)
 
@@ -52,6 +53,7 @@ class DeviceSpan:
 
     def __post_init__(self) -> None:
         for name in ("address", "bytes"):
+            _require_range(self, name, U64_MAX)
             if getattr(self, name) <= 0 or getattr(self, name) % ALIGNMENT:
                 raise ValueError(f"a span's {name} must be a positive multiple of {ALIGNMENT}")
 
@@ -91,14 +93,13 @@ class Fragment:
     bytes: int
 
     def __post_init__(self) -> None:
+        _require_range(self, "memory", U32_MAX)
         for name in ("base", "stride", "bytes"):
+            _require_range(self, name, U64_MAX)
             if getattr(self, name) % ALIGNMENT:
                 raise ValueError(f"a fragment's {name} must be a multiple of {ALIGNMENT}")
         if not 0 < self.bytes <= self.stride:
             raise ValueError("a fragment has at least one byte and at most its stride")
-        _require_range(self, "memory", U32_MAX)
-        for name in ("base", "stride"):
-            _require_range(self, name, U64_MAX)
 
     def to_proto(self) -> worker_pb2.Fragment:
         return worker_pb2.Fragment(
@@ -121,6 +122,9 @@ class GroupLayout:
     def __post_init__(self) -> None:
         _require_range(self, "num_blocks", U64_MAX)
         _require_range(self, "blocks_per_block", U32_MAX)
+        require_list("GroupLayout: fragments", self.fragments)
+        for place, fragment in enumerate(self.fragments):
+            require_kind(f"GroupLayout: fragments[{place}]", fragment, Fragment)
 
     def to_proto(self, group: int) -> worker_pb2.GroupLayout:
         return worker_pb2.GroupLayout(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvd_client.arguments import require_kind, require_list
 from kvd_client.worker.cuda_memory import Gpu, export_regions
 from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.descriptors import close_all
@@ -40,7 +41,10 @@ def take_memory(
     memories: Sequence[SharedMemory | DeviceSpan | CudaTensor], groups: Sequence[GroupLayout]
 ) -> RegisteredMemory:
     """Descriptors and handles of our own for a rank's memory; what it raises leaves none open."""
-    for group in groups:
+    require_list("memories", memories)
+    require_list("groups", groups)
+    for place, group in enumerate(groups):
+        require_kind(f"groups[{place}]", group, GroupLayout)
         if any(fragment.memory >= len(memories) for fragment in group.fragments):
             raise ValueError("a fragment names a memory that is not in the list")
     shared = [memory for memory in memories if isinstance(memory, SharedMemory)]
@@ -60,7 +64,12 @@ def take_memory(
 def _duplicated(memories: Sequence[SharedMemory]) -> tuple[SharedMemory, ...]:
     ours: list[int] = []
     try:
-        ours.extend(os.dup(memory.fd) for memory in memories)
+        for place, memory in enumerate(memories):
+            try:
+                ours.append(os.dup(memory.fd))
+            except OSError as error:
+                what = f"memories[{place}]: fd {memory.fd}: {error.strerror}"
+                raise OSError(error.errno, what) from None
         pairs = zip(ours, memories, strict=True)
         return tuple(SharedMemory(fd, memory.offset, memory.bytes) for fd, memory in pairs)
     except BaseException:

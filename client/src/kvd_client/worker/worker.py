@@ -22,6 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypedDict, Unpack
 
+from kvd_client.arguments import require_kind, require_path, require_seconds, require_whole
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity
 from kvd_client.scheduler.plan import StepPlan, WorkerReport
@@ -62,6 +63,20 @@ class WorkerOptions(TypedDict, total=False):
     load_deadline_s: float  # the same for a load that nobody flushes
 
 
+def _check_options(options: WorkerOptions) -> None:
+    """TypeError for an option that there is not, ValueError for a value that it can't have."""
+    known = WorkerOptions.__annotations__.keys()
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"a Worker has no option {name}; it has {', '.join(known)}")
+        if name == "shard":
+            require_whole(name, value, 0, MAX_RANKS - 1)
+        elif name == "writer":
+            require_kind(name, value, bool)
+        else:
+            require_seconds(name, value)
+
+
 class Worker:
     """The worker side of one rank. Calls come from one thread."""
 
@@ -73,8 +88,11 @@ class Worker:
         world_size: int = 1,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        if not 0 <= rank < world_size <= MAX_RANKS:
-            raise ValueError(f"rank {rank} of {world_size}")
+        require_path("socket_path", socket_path)
+        require_kind("identity", identity, EngineIdentity)
+        require_whole("world_size", world_size, 1, MAX_RANKS)
+        require_whole("rank", rank, 0, world_size - 1)
+        _check_options(options)
         self._socket_path = socket_path
         self._identity = identity
         shard, writer = options.get("shard", rank), options.get("writer", True)
