@@ -16,6 +16,8 @@ from kvd_client import (
     Group,
     GroupLayout,
     NamespaceFields,
+    RequestParams,
+    ScheduledRequest,
     SchedulerConnection,
     SchedulerOptions,
     SharedMemory,
@@ -23,12 +25,13 @@ from kvd_client import (
 )
 from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
-from tests.client.engine_rig import TOKENS, Rig, blocks
+from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
 from tests.client.test_batches import Memory, keys
 from tests.daemon_process import DaemonProcess
 
 U32, U64 = 1 << 32, 1 << 64
 BAD_BLOCKS = [-1, U32, None, 1.5]
+FLOAT: Any = 32.0
 
 
 @pytest.mark.parametrize(
@@ -228,3 +231,85 @@ def test_keys_of_batches_that_are_no_bytes_are_refused_and_others_are_found(
                 call()
     assert memory.batches.find([SoughtKeys(0, right)])[0].all()
     memory.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("store_mode is 'lazy'", {"store_mode": "lazy"}),
+        ("lookup_deadline_s is '1'", {"lookup_deadline_s": "1"}),
+        ("patience_s is nan", {"patience_s": float("nan")}),
+        ("share_loads is None", {"share_loads": None}),
+        ("retention_tokens is 16.0", {"retention_tokens": 16.0}),
+        ("null_block is None", {"null_block": None}),
+    ],
+)
+def test_options_that_can_not_be_are_refused_by_name(message: str, options: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        SchedulerOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("request_id is 7", lambda s: s.on_new_request(7, 16, [[]])),
+        ("num_tokens is 64.0", lambda s: s.on_new_request("new", 64.0, [[]])),
+        ("context is {.priority", lambda s: s.on_new_request("new", 16, [[]], {"priority": 1})),
+        ("num_computed_tokens is 0.0", lambda s: s.get_num_new_matched_tokens("r", 0.0)),
+        ("num_computed_tokens is -16", lambda s: s.get_num_new_matched_tokens("r", -16)),
+        ("max_new_tokens is '1'", lambda s: s.get_num_new_matched_tokens("r", 0, "1")),
+        (
+            "num_external_tokens is 16.0",
+            lambda s: s.update_state_after_alloc("r", [[0, 1], [2, 3]], 16.0),
+        ),
+        (
+            "num_computed_tokens_after is 32.0",
+            lambda s: s.build_step([ScheduledRequest("r", [[0, 1], [2, 3]], FLOAT)]),
+        ),
+        (r"block_ids\[0\] is 0", lambda s: s.update_state_after_alloc("r", [0, 1], 0)),
+        ("1 tables for 2 groups", lambda s: s.update_state_after_alloc("r", [[0, 1]], 0)),
+        (
+            "1 tables for 2 groups",
+            lambda s: s.build_step([ScheduledRequest("r", [[0, 1]], 2 * TOKENS)]),
+        ),
+        ("preempted is 'r'", lambda s: s.build_step([], "r")),
+    ],
+)
+def test_a_call_that_can_not_be_is_refused_by_name_and_changes_nothing(
+    message: str, call: Callable[[Any], object]
+) -> None:
+    rig = Rig(FULL, FULL)
+    rig.arrive("r", 2 * TOKENS)
+    with pytest.raises(ValueError, match=message):
+        call(rig.scheduler)
+    assert rig.ask("r") == 0
+    rig.allocate("r", [blocks(0, 2), blocks(2, 2)])
+    assert rig.step(("r", [blocks(0, 2), blocks(2, 2)], 2 * TOKENS)).stores
+    assert rig.daemon.is_there
+
+
+@pytest.mark.parametrize(
+    ("message", "tables", "computed"),
+    [
+        (r"block_ids\[0\] is 0", [0], 2 * TOKENS),
+        ("2 tables for 1 groups", [[0], [1]], 2 * TOKENS),
+        ("num_computed_tokens is 32.0", [[0, 1]], 32.0),
+    ],
+)
+def test_an_end_that_can_not_be_is_refused_by_name_and_ends_the_request(
+    message: str, tables: Any, computed: Any
+) -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    rig.allocate("r", [blocks(0, 2)])
+    with pytest.raises(ValueError, match=message):
+        rig.scheduler.request_finished("r", tables, computed)
+    assert not rig.step().computed_stores
+    assert not rig.scheduler.has_pending_work()
+
+
+@pytest.mark.parametrize("field", ["account", "kv_transfer_params", "hints"])
+def test_a_requests_parameters_of_a_wrong_type_are_refused_by_name(field: str) -> None:
+    wrong: Any = {field: 7}
+    with pytest.raises(ValueError, match=f"{field} is 7"):
+        RequestParams(**wrong)

@@ -32,7 +32,7 @@ def require_whole(name: str, number: object, least: int, most: int) -> None:
 
     What a division gave is a float, whole or not: no message carries it.
     """
-    if not isinstance(number, SupportsIndex):
+    if type(number) is not int and not isinstance(number, SupportsIndex):  # which takes longer
         raise _wrong(name, number, "a whole number")
     if not least <= operator.index(number) <= most:
         raise ValueError(f"{name} is {number}, allowed are {least}..{most}")

@@ -7,7 +7,7 @@ very next step. Loads are never fenced: the engine holds their blocks until they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 
 from kvd_client.draft import are_blocks
 from kvd_client.identity import Group
@@ -33,8 +33,9 @@ class Fences:
     def cover(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Blocks new to the request will be overwritten: stores that read them end first.
 
-        ValueError for what can be no block.
+        ValueError for what can be no block, and for anything but a table for each group.
         """
+        self.require_tables(request, tables)
         for group, table in enumerate(tables):
             seen = request.seen_blocks[group]
             if len(table) == seen:
@@ -46,6 +47,15 @@ class Fences:
             self._flush |= self._jobs.readers(group, new)
             self._given.append((group, new))
             self._device.overwritten(group, new)
+
+    def require_tables(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """ValueError for anything but a table for each group."""
+        of = f"request {request.request_id}: block_ids"
+        if len(tables) != len(self._groups):
+            raise ValueError(f"{of} has {len(tables)} tables for {len(self._groups)} groups")
+        for group, table in enumerate(tables):
+            if not isinstance(table, Sized):
+                raise ValueError(f"{of}[{group}] is {table!r:.64}, needed is a list of blocks")  # noqa: TRY004
 
     def require_blocks(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """ValueError for what can be no block: no message could carry it, nor what lies beside."""

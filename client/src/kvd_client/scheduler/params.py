@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvd_client.arguments import require_kind, require_seconds, require_whole
 from kvd_proto import layout
+from kvd_proto.limits import U32_MAX
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,18 @@ class SchedulerOptions:
     # compute a request whose load was refused, and whose own side says so by `load_failed`.
     trusts_page: bool = False
 
+    def __post_init__(self) -> None:
+        require_kind("store_mode", self.store_mode, StoreMode)
+        for each in fields(self):
+            if each.type == "float":
+                require_seconds(each.name, getattr(self, each.name))
+            elif each.type == "bool":
+                require_kind(each.name, getattr(self, each.name), bool)
+        require_whole("request_level_attempts", self.request_level_attempts, 0, U32_MAX)
+        require_whole("null_block", self.null_block, -U32_MAX, U32_MAX)
+        if self.retention_tokens is not None:
+            require_whole("retention_tokens", self.retention_tokens, 0, U32_MAX)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
@@ -88,6 +102,10 @@ class RequestParams:
     max_store_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.account is not None:
+            require_kind("account", self.account, str)
+        require_kind("kv_transfer_params", self.kv_transfer_params, Mapping)
+        require_kind("hints", self.hints, Mapping)
         for name in ("max_load_tokens", "max_store_tokens"):
             count = getattr(self, name)
             if count is not None and (type(count) is not int or count < 0):

@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvd_client.arguments import require_kind, require_whole
 from kvd_client.draft import (
     JobDraft,
     StepDraft,
@@ -52,7 +53,7 @@ from kvd_client.scheduler.stats import SchedulerStats
 from kvd_client.scheduler.store_pause import StorePause
 from kvd_client.scheduler.stores import StoreQueue
 from kvd_client.session import Connection, SessionView
-from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, U32_MAX
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options or SchedulerOptions()
+        require_kind("options", self.options, SchedulerOptions)
         self._connection = connection
         self._namespace = connection.namespace
         self._groups = connection.namespace.groups
@@ -108,6 +110,10 @@ class Scheduler:
         that is known. A request id that is known already begins anew, its former blocks held while
         they are loaded.
         """
+        require_kind("request_id", request_id, str)
+        require_whole("num_tokens", num_tokens, 0, U32_MAX)
+        params = context or RequestParams()
+        require_kind("context", params, RequestParams)
         if len(block_hashes) != len(self._groups):
             raise ValueError(f"{len(block_hashes)} lists of hashes for {len(self._groups)} groups")
         # The ends at once, whether there is a daemon or not; all are looked at before they leave.
@@ -117,7 +123,6 @@ class Scheduler:
                 raise ValueError(
                     f"block_hashes[{group}] must have hashes of {length} bytes each, as `bytes`"
                 )
-        params = context or RequestParams()
         if request_id in self._requests:
             self.request_finished(request_id, [()] * len(self._groups))
         account = self._namespace.account if params.account is None else params.account
@@ -149,6 +154,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return 0
+        require_whole("num_computed_tokens", num_computed_tokens, 0, U32_MAX)
+        if max_new_tokens is not None:
+            require_whole("max_new_tokens", max_new_tokens, -U32_MAX, U32_MAX)
         self._enter_session()
         # An earlier one's end, which has not left yet, would end its leases; and an outcome that
         # names it must mean one load.
@@ -177,16 +185,17 @@ class Scheduler:
             return
         if request.loading_job:
             raise ValueError(f"request {request_id} is loading already")
+        require_whole("num_external_tokens", num_external_tokens, 0, U32_MAX)
         self._fences.cover(request, block_ids)
         if not request.params.skip_lookup:
             count_found(
                 self._step.lookups,
                 request,
                 self._namespace,
-                max(0, num_external_tokens),
+                num_external_tokens,
                 tells_prompt=self._connection.tells_prompts,
             )
-        if num_external_tokens <= 0:
+        if not num_external_tokens:
             self._queue.release(request)
             return
         hit_tokens = request.computed_tokens + num_external_tokens
@@ -236,6 +245,8 @@ class Scheduler:
         Where a signal's handler raises there is no plan, and no block may be written before a later
         call has given one: it flushes for both. Loads of the step fail.
         """
+        if isinstance(preempted, str):  # whose letters are no requests
+            raise ValueError(f"preempted is {preempted!a}, needed is a list of request ids")  # noqa: TRY004
         session = self._enter_session()
         self._ends.told(self._connection.take_ended(), self._clock())
         for request_id in preempted:
@@ -328,6 +339,8 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return []
+        if type(computed_tokens) is not int:  # of each request in every step
+            require_whole("num_computed_tokens_after", computed_tokens, 0, U32_MAX)
         if block_hashes is not None:
             request.hashes = block_hashes
         before = max(request.computed_after, request.hit_tokens)
@@ -393,6 +406,9 @@ class Scheduler:
         if request.loading_job or self._ends.will_name(request_id):
             self._ends.loading_ended.add(request_id)
             return True
+        self._fences.require_tables(request, block_ids)
+        if num_computed_tokens is not None:
+            require_whole("num_computed_tokens", num_computed_tokens, 0, U32_MAX)
         tables = [list(table) for table in block_ids]
         self._doubts.request_ends(request)
         offers, held = self._offers.final(request, tables, num_computed_tokens)
