@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 
 class ScheduledRequest(NamedTuple):
-    """One request of a step, as it will be after the step. Nothing is copied or kept long.
+    """One request of a step, as it will be after the step. Nothing is copied, and `block_hashes`
+    alone are kept: the engine may append to its lists, and must not change them otherwise.
 
     `block_ids` is the request's whole block table, by group: entry i of a group's list is the
     engine block that holds tokens i * engine_block_tokens and on (of a recurrent group, the

@@ -107,8 +107,9 @@ class Scheduler:
         """A request has arrived: its lookup leaves at once, unanswered.
 
         `block_hashes[g]` has one hash, of `hash_bytes` bytes, for each whole kvd block of group g
-        that is known. A request id that is known already begins anew, its former blocks held while
-        they are loaded.
+        that is known. The lists are kept, not copied, until a step brings others or the request
+        ends: the engine may append to them, and must not change them otherwise. A request id that
+        is known already begins anew, its former blocks held while they are loaded.
         """
         require_kind("request_id", request_id, str)
         require_whole("num_tokens", num_tokens, 0, U32_MAX)
