@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 
+from kvd_client import EngineIdentity, SharedMemory, Worker
 from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
 from kvd_client.event_watch import EventWatch, key_of
@@ -93,6 +94,27 @@ def test_a_child_waits_for_no_lock_that_its_parent_held(daemon: DaemonProcess) -
         )
     assert said == repr(([False], False))
     memory.close()
+
+
+def test_a_child_that_registers_its_parents_rank_hears_that_it_needs_its_own() -> None:
+    worker = Worker("/nowhere", EngineIdentity("e", bytes(16)))
+    fd = os.memfd_create("kv")
+    memory = [SharedMemory(fd, 0, 64)]
+    worker.register(memory, [])
+
+    def register() -> str:
+        try:
+            worker.register(memory, [])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert register() == "this rank is registered; unregister it first"
+    assert said_by_child(lambda: (register(), worker.unregister(), register())) == repr(
+        (FORKED, True, FORKED)
+    )
+    worker.close()
+    os.close(fd)
 
 
 def test_a_child_of_one_that_watches_events_has_no_news_and_waits_for_no_lock() -> None:

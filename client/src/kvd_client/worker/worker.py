@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TypedDict, Unpack
 
 from kvd_client.arguments import require_kind, require_path, require_seconds, require_whole
-from kvd_client.forks import keep_from_children
+from kvd_client.forks import FORKED, keep_from_children
 from kvd_client.identity import EngineIdentity
 from kvd_client.scheduler.plan import StepPlan, WorkerReport
 from kvd_client.worker.jobs import Half, JobLedger
@@ -133,7 +133,10 @@ class Worker:
         and a fix, for what can't be shared. Register again after `unregister` only.
         """
         if self._registrar is not None:
-            raise ValueError("this rank is registered already")
+            is_forked = self._registrar.problem == FORKED
+            raise ValueError(
+                FORKED if is_forked else "this rank is registered; unregister it first"
+            )
         self._memory = take_memory(memories, groups)
         try:
             self._registrar = Registrar(
