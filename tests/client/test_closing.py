@@ -12,7 +12,15 @@ from contextlib import contextmanager
 import pytest
 
 from kvd.cli.status import ask
-from kvd_client import EngineIdentity, Group, NamespaceFields, connection, outgoing
+from kvd_client import (
+    EngineIdentity,
+    Group,
+    NamespaceFields,
+    SharedMemory,
+    Worker,
+    connection,
+    outgoing,
+)
 from kvd_client.daemon import DaemonLink, greeted
 from kvd_proto.v1 import companion_pb2
 from tests.daemon_process import DaemonProcess
@@ -79,3 +87,22 @@ def test_an_attempt_that_finds_no_thread_for_its_timer_leaves_none_behind(
     wait_until(lambda: threads_that_write() == 1)
     made.close()
     wait_until(lambda: threads_that_write() == 0)
+
+
+def test_who_waits_for_a_connection_or_a_rank_that_is_closed_waits_no_longer() -> None:
+    worker = Worker("/nowhere", EngineIdentity("e", bytes(16)))
+    fd = os.memfd_create("kv")
+    worker.register([SharedMemory(fd, 0, 64)], [])
+    held = connected("/nowhere")
+    waits = [
+        threading.Thread(target=wait, args=(100 * PATIENCE_SECONDS,), daemon=True)
+        for wait in (held.wait_usable, worker.wait_registered)
+    ]
+    for each in waits:
+        each.start()
+    held.close()
+    worker.close()
+    for each in waits:
+        each.join(PATIENCE_SECONDS)
+        assert not each.is_alive()
+    os.close(fd)

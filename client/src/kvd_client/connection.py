@@ -176,9 +176,15 @@ class SchedulerConnection:
         return self._generation
 
     def wait_usable(self, timeout_s: float) -> bool:
-        """Wait until the session is open and every rank registered; for start-up and tests."""
+        """Wait until the session is open and every rank registered; for start-up and tests.
+
+        False at the timeout, and as soon as this connection is closed.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self.session is not None, timeout_s)
+            self._changed.wait_for(
+                lambda: self._closing.is_set() or self.session is not None, timeout_s
+            )
+            return self.session is not None
 
     def start_lookup(self, queries: Sequence[QueryDraft]) -> int:
         with self._changed:
@@ -340,6 +346,8 @@ class SchedulerConnection:
         outgoing = self._outgoing  # the session's thread may take it away meanwhile
         if outgoing is not None:
             outgoing.put(None)
+        with self._changed:
+            self._changed.notify_all()  # who waits for a session gets none
         self._thread.join(timeout=0.5)
         self._cancel()
         self._thread.join(timeout=2.0)

@@ -106,7 +106,8 @@ class Registrar:
 
     def wait_registered(self, timeout_s: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._current is not None, timeout_s)
+            self._changed.wait_for(lambda: self._stopping or self._current is not None, timeout_s)
+            return self._current is not None
 
     def mark_ready_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
         """Fallback for a full ring. Waits for nothing; a failure leaves the jobs to deadlines."""
@@ -150,6 +151,7 @@ class Registrar:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._stopping = True
+            self._changed.notify_all()
             if self._current is not None and self._stub is not None:
                 self._unregister(self._stub, self._current, timeout_s)
         registering = self._registering

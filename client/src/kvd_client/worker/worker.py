@@ -148,7 +148,10 @@ class Worker:
             raise
 
     def wait_registered(self, timeout_s: float) -> bool:
-        """Wait until the daemon has this rank's memory; for start-up and tests."""
+        """Wait until the daemon has this rank's memory; for start-up and tests.
+
+        False at the timeout, and as soon as the rank is unregistered.
+        """
         return self._registrar is not None and self._registrar.wait_registered(timeout_s)
 
     @property
