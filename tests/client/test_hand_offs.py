@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvd_client import NULL_BLOCK, RequestParams, SchedulerOptions
+from kvd_client import NULL_BLOCK, RequestParams, ScheduledRequest, SchedulerOptions
+from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import HandOffDraft
+from kvd_client.scheduler.hand_offs import HandOffQueue
 from tests.client.conftest import StartEngine
+from tests.client.content import block_hashes
 from tests.client.engine_rig import FULL, SLIDING, TOKENS, Rig, blocks
+from tests.client.interrupts import interrupted
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
 from tests.faults.probe import Probe
@@ -238,3 +242,25 @@ def test_what_nobody_fetched_can_be_evicted_after_the_deadline(
     time.sleep(1.0)
     flood(other, "flood")
     assert decode.load("late", "prompt", BLOCKS) == 0
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(HandOffQueue, "put_into"), (SchedulerConnection, "send_step")]
+)
+def test_what_an_interrupted_step_was_to_hand_off_is_held(
+    start_engine: StartEngine, owner: type, name: str, *, after: bool
+) -> None:
+    engine, other = start_engine("prefill"), start_engine("other")
+    engine.arrive("r", "prompt", BLOCKS, kv_transfer_params=REMOTE)
+    table = engine.table(BLOCKS, 0)
+    engine.compute(table, engine.contents(block_hashes("prompt", BLOCKS)))
+    engine.scheduler.update_state_after_alloc("r", [table], 0)
+    engine.step(ScheduledRequest("r", [table], BLOCKS * TOKENS))
+    engine.step_until_idle()
+    engine.scheduler.request_finished("r", [table])
+    with interrupted(owner, name, after=after):
+        engine.step()
+    engine.step_until_idle()
+    flood(other, "flood")
+    assert other.load("d", "prompt", BLOCKS) == BLOCKS

@@ -79,6 +79,7 @@ def test_a_hand_off_of_many_runs_goes_in_several_parts() -> None:
     queue.add(request, list(runs))
     step = StepDraft()
     queue.put_into(step)
+    queue.have_left()
     assert not len(queue), "all of it has left"
     assert all(isinstance(part, HandOffDraft) for part in step.hand_offs)
     assert [len(part.runs) for part in step.hand_offs] == [MAX_RUNS, MAX_RUNS, 1]

@@ -17,8 +17,10 @@ from kvd_client.integrations.vllm.scheduling.steps import (
     StepJobs,
     StepSender,
 )
+from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.session import Connection, SessionView
+from tests.client.interrupts import interrupted
 
 
 class Sent:
@@ -103,6 +105,34 @@ def test_a_hand_off_is_said_at_once_and_the_engine_steps_for_it(
     (step,) = sent.steps
     assert [run.block_hashes for draft in step.hand_offs for run in draft.runs] == [[BLOCK]]
     assert not sender.has_pending_work
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(HandOffQueue, "put_into"), (Sent, "send_step")], ids=["made", "sent"]
+)
+def test_what_an_interrupted_step_was_to_hand_off_goes_with_the_next(
+    sender: StepSender, sent: Sent, owner: type, name: str
+) -> None:
+    sender.hand_off(handed_off())
+    with interrupted(owner, name, after=True):
+        send(sender)
+    assert sender.has_pending_work
+    send(sender)
+    said = list(sent.steps)
+    assert [run.block_hashes for each in said[-1].hand_offs for run in each.runs] == [[BLOCK]]
+    send(sender)
+    assert sent.steps == said
+
+
+def test_an_interrupted_hand_off_is_not_kept_without_a_session(
+    sender: StepSender, sent: Sent
+) -> None:
+    sender.hand_off(handed_off())
+    with interrupted(HandOffQueue, "put_into", after=True):
+        send(sender)
+    send(sender, session=None)
+    send(sender)
+    assert not any(step.hand_offs for step in sent.steps)
 
 
 def test_without_a_session_nothing_gathers_that_none_can_use(

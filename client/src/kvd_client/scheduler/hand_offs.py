@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvd_client.draft import BlockRun, HandOffDraft, StepDraft
 from kvd_client.scheduler.params import SchedulerOptions
@@ -32,6 +32,7 @@ class HandOffQueue:
         self._jobs = jobs
         self._options = options
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
+        self._staying = self._waiting  # what waits once the step has left
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -43,22 +44,34 @@ class HandOffQueue:
             self._waiting.append(_Waiting(request, deque(runs), deadline_ms))
 
     def put_into(self, step: StepDraft) -> None:
-        """Add what may leave to a step whose stores are all in, as far as there is room."""
+        """Give a step whose stores are all in what may leave, as far as there is room.
+
+        It waits on until `have_left`: where a signal's handler raises before, the next step has it.
+        """
+        step.hand_offs = []
+        self._staying = self._waiting
         if not self._waiting:
             return
         room = max(0, MAX_KEYS_PER_MESSAGE - step.count_keys())
-        left: list[_Waiting] = []
+        staying: list[_Waiting] = []
         for waiting in self._waiting:
             stores = waiting.request.store_jobs
-            may_leave = not any(job_id in self._jobs for job_id in stores)
-            while may_leave and waiting.runs and room and len(step.hand_offs) < MAX_PARTS_PER_STEP:
-                runs = _take(waiting.runs, room)
+            if any(job_id in self._jobs for job_id in stores):
+                staying.append(waiting)
+                continue
+            left = waiting.runs.copy()
+            while left and room and len(step.hand_offs) < MAX_PARTS_PER_STEP:
+                runs = _take(left, room)
                 room -= sum(len(run.block_hashes) for run in runs)
                 draft = HandOffDraft(waiting.request.context, runs, waiting.deadline_ms)
                 step.hand_offs.append(draft)
-            if waiting.runs:
-                left.append(waiting)
-        self._waiting = deque(left, maxlen=MAX_WAITING)
+            if left:
+                staying.append(replace(waiting, runs=left))
+        self._staying = deque(staying, maxlen=MAX_WAITING)
+
+    def have_left(self) -> None:
+        """The step that `put_into` was given last has left, or never will."""
+        self._waiting = self._staying
 
     def clear(self) -> None:
         self._waiting.clear()

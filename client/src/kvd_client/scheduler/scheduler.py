@@ -272,6 +272,7 @@ class Scheduler:
             self._hand_offs.put_into(step)
             step.generation = None if session is None else session.generation
             was_sent = self._connection.send_step(step)
+            self._hand_offs.have_left()
             if not was_sent:
                 self._step.lookups.add(step.lookups)
                 self._take_back(step)

@@ -118,6 +118,7 @@ class StepSender:
             self.draft.finished += step.finished
             self.draft.lookups.add(step.lookups)
             raise
+        self._hand_offs.have_left()
         if was_sent:
             self.sent_s = now
         else:
