@@ -455,7 +455,6 @@ class KvdManager(OffloadingManager):
         for request_id in preempted:
             tracked = self._live.get(request_id)
             if tracked is not None:
-                tracked.request.next_store = [0] * len(self.groups)
                 self._queue.forget(tracked.request)
 
     @property
