@@ -55,9 +55,9 @@ def test_only_what_the_page_shows_is_told_as_stored(
     assert told == (shown or [])
 
 
-def sender() -> StepSender:
+def sender(*, is_full: bool = False) -> StepSender:
     pause = StorePause(time.monotonic)
-    return cast(StepSender, SimpleNamespace(is_full=False, draft=StepDraft(), pause=pause))
+    return cast(StepSender, SimpleNamespace(is_full=is_full, draft=StepDraft(), pause=pause))
 
 
 def test_of_blocks_that_leave_the_device_those_without_room_wait() -> None:
@@ -67,6 +67,27 @@ def test_of_blocks_that_leave_the_device_those_without_room_wait() -> None:
     job = manager.prepare_leaving(near, number=1)
     assert job is not None
     assert (job.keys, job.engine_blocks, job.cut) == (KEYS[1:3], [3, 2], {KEYS[3]})
+    request = job.tracked.request
+    ((context, used),) = manager.steps.draft.touches
+    assert (context, used.block_hashes) == (request.context, [bytes(KEYS[0])[:32]])
+    assert manager.steps.draft.finished == [request.request_id]
+
+
+def test_with_so_many_stores_in_flight_no_other_begins() -> None:
+    manager = answers_that_see([])
+    manager.steps = sender(is_full=True)
+    assert manager.prepare_leaving([(1, KEYS[0])], number=1) is None
+    assert manager.prepare_blocks(KEYS[:1], None, CONTEXT) is None, "it is offered again"
+
+
+def test_while_the_daemon_gives_up_no_store_begins() -> None:
+    manager = answers_that_see([])
+    manager.steps = sender()
+    manager.steps.pause.note(gave_up=True, done=False)
+    assert manager.prepare_leaving([(1, KEYS[0])], number=1) is None
+    kept = manager.prepare_blocks(KEYS[:1], None, CONTEXT)
+    assert kept is not None
+    assert kept.keys_to_store == []
 
 
 @pytest.mark.parametrize(
