@@ -55,8 +55,7 @@ class StepJobs:
         self.by_number[vllm_job] = job
         for part in in_parts(runs):
             job_id = next(self.ids)
-            request_level = request.request_level and not is_load
-            draft = JobDraft(job_id, request.context, part, request_level, ready_together)
+            draft = JobDraft(job_id, request.context, part, request.request_level, ready_together)
             self.owners[job_id] = vllm_job
             job.parts.append(job_id)
             (self.loads if is_load else self.stores).append(draft)
