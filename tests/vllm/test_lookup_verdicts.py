@@ -27,6 +27,7 @@ class Answers:
         self.statuses = [HIT, HIT]
         self.tier = common_pb2.TIER_HOST
         self.asked_again: list[float] = []
+        self.given_up: list[int] = []  # kinds of doubt
 
     def resolve(self, request: Request, _computed_tokens: int) -> Knowledge:
         lookup = request.lookup
@@ -37,6 +38,12 @@ class Answers:
 
     def ask_again(self, _request: Request, now: float) -> None:
         self.asked_again.append(now)
+
+    def is_doubt_too_late(self, *_: object) -> bool:
+        return True
+
+    def give_up_doubtful(self, _request: Request, _statuses: object, doubtful: int) -> None:
+        self.given_up.append(doubtful)
 
 
 class Scan:
@@ -90,3 +97,10 @@ def test_doubt_lasts_from_the_first_time_that_vllm_put_the_request_off(
     assert scan.answers.asked_again == [1.0, 2.0]
     assert scan.lookups.settle(scan.tracked, 17) == 2
     assert not doubts
+
+
+def test_what_is_asked_again_is_given_up_before_what_is_pending(scan: Scan) -> None:
+    """So that nobody waits for a pending block behind one that is a miss by then."""
+    scan.tracked.request.lookup.doubts = {PENDING: 0.0, RETRY: 0.0}
+    scan.begin()
+    assert scan.answers.given_up == [RETRY, PENDING]
