@@ -1,4 +1,4 @@
-"""Every metric of the daemon. No other file declares one.
+"""Every metric of the daemon, with those of tier_metrics. No other file declares one.
 
 What the core counts anyway is read at scrape time; what passes by once (durations, refusals)
 is observed as it happens. Label values come from closed sets of ours, except `tenant`, which
@@ -36,6 +36,7 @@ from kvd.core.model.gone import AGES_OF_EVICTION
 from kvd.core.model.reuse import REGRETTED_WITHIN
 from kvd.core.upkeep.statistics import Occupancy, Statistics
 from kvd.linux import proc
+from kvd.observability.tier_metrics import tier_families
 from kvd.runtime.fleet import AttachedMover
 from kvd.runtime.threads import apart
 from kvd.runtime.told_lookups import ToldLookups
@@ -149,7 +150,7 @@ class StateCollector(Collector):
         yield from _tenant_gauges(now)
         yield _curve(now)
         yield from _evictions(now)
-        yield from _tier_families(now)
+        yield from tier_families(now)
 
     def _gauges(self, now: Statistics) -> Iterator[Metric]:
         jobs = sum(session.jobs for session in now.sessions)
@@ -224,70 +225,6 @@ def _tenant_gauges(now: Statistics) -> Iterator[Metric]:
         quota.add_metric([tenant.tenant], tenant.quota_bytes)
         leased.add_metric([tenant.tenant], tenant.leased_bytes)
     yield from (used, quota, leased)
-
-
-_TIER_COUNTERS = (
-    ("kvd_tier_hits", "Blocks sought in a tier that it held.", "hits"),
-    ("kvd_tier_misses", "Blocks sought in a tier that it did not hold.", "misses"),
-    ("kvd_tier_blocks_promoted", "Blocks brought up from a tier.", "promoted"),
-    ("kvd_tier_bytes_promoted", "Bytes brought up from a tier.", "promoted_bytes"),
-    ("kvd_tier_blocks_failed", "Blocks that a tier held and could not read.", "failed_reads"),
-    (
-        "kvd_tier_blocks_given_up",
-        "Blocks that a tier held and that got no room in host memory in time.",
-        "unpromoted",
-    ),
-    (
-        "kvd_tier_blocks_too_slow",
-        "Blocks not asked of a tier: by its pace they would come too late.",
-        "too_slow",
-    ),
-    ("kvd_tier_blocks_refused", "Blocks not asked of a tier: its process took no more.", "refused"),
-    (
-        "kvd_tier_blocks_unanswered",
-        "Blocks asked of a tier that it did not answer in time.",
-        "unanswered",
-    ),
-    ("kvd_tier_blocks_written", "Blocks written to a tier.", "written"),
-    ("kvd_tier_bytes_written", "Bytes written to a tier.", "written_bytes"),
-    ("kvd_tier_blocks_unwritten", "Blocks that a tier could not write.", "failed_writes"),
-    (
-        "kvd_tier_blocks_dropped",
-        "Blocks that left host memory unwritten: too much was on its way there.",
-        "dropped",
-    ),
-)
-
-
-def _tier_families(now: Statistics) -> Iterator[Metric]:
-    for name, meaning, field in _TIER_COUNTERS if now.tiers else ():
-        counter = CounterMetricFamily(name, meaning, labels=["tier"])
-        for tier in now.tiers:
-            counter.add_metric([tier.name], getattr(tier.counters, field))
-        yield counter
-    if now.tiers:
-        meaning = "Blocks and calls that failed in a tier's store, by reason."
-        errors = CounterMetricFamily("kvd_tier_errors", meaning, labels=["tier", "reason"])
-        for tier in now.tiers:
-            for reason, count in sorted(tier.errors.items()):
-                errors.add_metric([tier.name, reason], count)
-        yield errors
-    gauges = (
-        ("kvd_tier_serving", "1 while a process serves the tier.", "is_serving"),
-        ("kvd_tier_bytes_down", "Bytes on their way to a tier.", "bytes_down"),
-        ("kvd_tier_bytes_up", "Bytes on their way from a tier.", "bytes_up"),
-        (
-            "kvd_tier_answer_seconds",
-            "Mean time of a tier's answer whether it holds blocks.",
-            "answer_seconds",
-        ),
-        ("kvd_tier_read_seconds", "Mean time of a copy from a tier.", "read_seconds"),
-    )
-    for name, meaning, field in gauges if now.tiers else ():
-        gauge = GaugeMetricFamily(name, meaning, labels=["tier"])
-        for tier in now.tiers:
-            gauge.add_metric([tier.name], float(getattr(tier, field)))
-        yield gauge
 
 
 # Name, help, and where it stands in what engines tell.
