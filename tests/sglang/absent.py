@@ -129,3 +129,7 @@ def install() -> None:
         "sglang.kernels.ops.attention.fla.chunk_delta_h"
     )
     linear_attention.CHUNK_SIZE = STATE_EVERY_TOKENS
+    # SGLang makes no pool, however small, where the machine has less than 10 GiB to spare.
+    host_pools: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
+    assert host_pools.HICACHE_HOST_MEMORY_RESERVE_BYTES
+    host_pools.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
