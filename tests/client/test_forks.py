@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Callable
 
+import pytest
+
 from kvd_client import EngineIdentity, SharedMemory, Worker
 from kvd_client.batches import SoughtKeys
 from kvd_client.draft import BlockRun
@@ -72,6 +74,51 @@ def test_a_childs_load_does_not_end_with_its_parents(daemon: DaemonProcess) -> N
         time.sleep(0.01)
     child.join()
     assert loaded == [repr([[False] * 4])]
+    memory.close()
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_call_fails_in_a_child_that_is_made_amid_it(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, is_load: bool
+) -> None:
+    """As by a signal's handler: parent and child both go on in the midst of the wait."""
+    memory = Memory(daemon.socket, load_deadline_s=PATIENCE_S, store_deadline_s=PATIENCE_S)
+    sleep, caller = time.sleep, threading.current_thread()
+    read_fd, write_fd = os.pipe()
+    run = BlockRun(0, 0, keys(1, 4), range(4))
+    if is_load:
+        assert memory.batches.store([run]) == [True]
+    children: list[int] = []
+
+    def fork_once(seconds: float) -> None:
+        if threading.current_thread() is caller and not children:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                children.append(os.fork())
+            if not children[0]:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(PATIENCE_S)
+            else:
+                daemon.thaw()
+        sleep(seconds)
+
+    daemon.freeze()
+    monkeypatch.setattr(time, "sleep", fork_once)
+    try:
+        said = repr((memory.batches.load if is_load else memory.batches.store)([run]))
+    except ValueError as error:
+        said = repr(error)
+    if not children[0]:
+        os.write(write_fd, said.encode())
+        os._exit(0)
+    monkeypatch.undo()
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        in_child = pipe.read()
+    os.waitpid(children[0], 0)
+    assert (said, in_child) == (
+        (repr([[True] * 4]), repr([[False] * 4])) if is_load else ("[True]", "[False]")
+    )
     memory.close()
 
 

@@ -114,11 +114,7 @@ class BlockBatches:
 
     def leave_to_parent(self) -> None:
         """In a forked process nothing is found, and stores and loads fail."""
-        self._lock = threading.Lock()
-        self._jobs.clear()
-        self._answers.clear()
-        self._finished.clear()
-        self._lasting.clear()
+        self._lock = threading.Lock()  # another thread may hold the one that there was
 
     def register(self, memories: Sequence[SharedMemory], groups: Sequence[GroupLayout]) -> None:
         """Offer the memory to the daemon, now and whenever it comes back. Returns at once."""

@@ -34,10 +34,6 @@ class LeasedAnswers:
     def __len__(self) -> int:
         return len(self._claims)
 
-    def clear(self) -> None:
-        self._claims.clear()
-        self._leased.clear()
-
     def add(self, request_id: str, keys: Mapping[int, Sequence[bytes]]) -> None:
         """Keys by group, each once. An earlier answer for the same stays until its time is over."""
         claim = LeasedAnswer(request_id, time.monotonic())
