@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from kvd_client.batches import BlockBatches
 from kvd_client.integrations.sglang.namespace import keys_of
@@ -136,6 +137,16 @@ def test_of_prompts_that_may_go_on_the_oldest_is_over() -> None:
     names = [sequences.grow("kv", [], [f"{n}"])[0] for n in range(MAX_SEQUENCES)]
     assert sequences.grow("kv", ["0"], ["0 and on"]) == (names[0], [])
     assert sequences.grow("kv", [], ["another"])[1] == [names[1]]
+
+
+def test_the_daemon_hears_of_prompts_that_are_over(start_rank: StartRank) -> None:
+    rank = start_rank()
+    batches, stored = rank.backend._opened[0], rank.fill(prompt(1), seed=1)
+    start = HiCacheStorageExtraInfo(prefix_keys=[])
+    for number in range(MAX_SEQUENCES + 2):
+        page = keys(2000 + number)[:1]
+        assert rank.backend.batch_set_v1(page, stored[:PAGE_TOKENS], start) == [True]
+    assert len(batches._lasting) == MAX_SEQUENCES
 
 
 def test_pages_are_kept_at_once_whatever_the_store_threshold(

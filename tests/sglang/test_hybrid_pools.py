@@ -341,8 +341,17 @@ def pool_of_pieces(pieces: Pieces) -> HostPool:
         (lambda _, address: [(address, 1 << 20)], "do not follow each other evenly"),
         (lambda _, address: [(address, 0)], "has no bytes"),
         (lambda _, address: [(address - 8, 8)], "not in shared memory files"),
+        (lambda _, address: [(address + (1 << 40), 8)], "not in shared memory files"),
     ],
-    ids=["odd size", "odd place", "uneven", "over each other", "empty", "before its file"],
+    ids=[
+        "odd size",
+        "odd place",
+        "uneven",
+        "over each other",
+        "empty",
+        "before its file",
+        "behind its file",
+    ],
 )
 def test_pages_that_can_not_be_copied_as_they_lie_are_refused(pieces: Pieces, why: str) -> None:
     with pytest.raises(ValueError, match=why):
@@ -461,6 +470,14 @@ def test_a_transfer_of_no_pages_moves_none_and_is_no_error(
     assert backend.batch_set_v2([nothing]) == {PoolName.MAMBA: []}
     assert backend.batch_get_v2([nothing]) == {PoolName.MAMBA: []}
     assert not [line for line in caplog.messages if "are no pages of it" in line]
+
+
+def test_who_cuts_pages_for_several_parallel_sizes_is_told_that_they_serve_one(
+    make_backend: MakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, is_cut in enumerate((False, True)):
+        make_backend({PoolName.KV: host_pool(mha_device_pool())}, should_split_heads=is_cut)
+        assert caplog.text.count("tp_lcm_size") == number
 
 
 def note_waits(batches: BlockBatches, awaited: list[BlockBatches]) -> None:
