@@ -21,7 +21,8 @@ def test_what_can_be_of_no_use_is_not_asked_for(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, is_leading: bool, asked: list[int]
 ) -> None:
     memory, prompt = Memory(daemon.socket), keys(1, 8)
-    connection, lengths = memory.batches._connection, []
+    connection = memory.batches._connection
+    lengths: list[int] = []
     start = connection.start_lookup
 
     def noted(queries: Sequence[QueryDraft]) -> int:
