@@ -11,7 +11,7 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvd.core import actions as act
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId, TierId
@@ -236,29 +236,39 @@ class EventLog:
 
         What a piece could not know stands among those changes, so that all of them, one after
         the other, make what is resident at the end. Whoever may see more by then gets the pieces
-        again: the end is a place that is gone on from, and lacks nothing of that.
+        again: the end is a place that is gone on from, and lacks nothing of that. Whoever may see
+        less hears no more of it, from any piece.
         """
+
+        def piece(changes: tuple[Change, ...]) -> Delivery:
+            still = tuple(filter(wanted, changes))
+            return Delivery(began, snapshot=True, snapshot_end=False, changes=still)
+
         cursor = began = self.sequence
         last: tuple[Change, ...] = ()  # held back: it may be the snapshot's end
         has_grown = True
         while has_grown:
+            has_grown = False
             for changes in self._snapshot(wanted):
+                # With each piece: what was taken away and given again meanwhile is new, too.
+                has_grown |= wanted.has_grown()
                 if changes and last:
-                    yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
+                    yield piece(last)
                 last = changes or last
                 del changes
                 await self._turns.let_others_in(user)
             while cursor < self.sequence:
                 if cursor < self._first_kept:
                     raise FellBehind
+                has_grown |= wanted.has_grown()
                 tail = self._tail_delivery(cursor, wanted)
                 cursor = tail.sequence
                 if tail.changes:
-                    yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
+                    yield piece(last)
                     last = tail.changes
                 await self._turns.let_others_in(user)
-            has_grown = wanted.has_grown()
-        yield Delivery(cursor, snapshot=True, snapshot_end=True, changes=last)
+            has_grown |= wanted.has_grown()
+        yield replace(piece(last), sequence=cursor, snapshot_end=True)
 
 
 def _blocks_of(change: Change) -> int:

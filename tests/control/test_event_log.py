@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -129,6 +130,11 @@ class Watched:
         rule = TenantRule(TENANT, frozenset(users), frozenset(), 0)
         self.policy.replace([rule], (), root=False)
 
+    def reload(self, *users: int) -> None:
+        """Likewise, and the log is told."""
+        self.allow(*users)
+        self.log.rights_changed()
+
     @contextlib.asynccontextmanager
     async def watch(self, **request: Any) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
         """What waits for the call's next message."""
@@ -203,15 +209,45 @@ async def test_who_gains_a_tenant_amid_a_snapshot_has_its_blocks_by_the_end() ->
             yield (change(1),)
         else:
             yield ()
-            watched.allow(7)
-            watched.log.rights_changed()
+            watched.reload(7)
 
     watched = Watched(snapshot)
-    watched.allow(8)
-    watched.log.rights_changed()
+    watched.reload(8)
     async with watched.watch() as told:
         message = await told()
         assert (message.snapshot_end, message.sequence, len(message.events)) == (True, 2, 1)
+
+
+async def test_what_was_taken_away_and_given_back_amid_a_snapshot_is_in_it() -> None:
+    passes = count()
+
+    def snapshot(_wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
+        if next(passes):
+            yield (change(1),)
+        else:
+            watched.reload(8)
+            yield ()
+            watched.reload(7)
+
+    watched = Watched(snapshot)
+    watched.reload(7)
+    async with watched.watch() as told:
+        message = await told()
+        assert (message.snapshot_end, len(message.events)) == (True, 1)
+
+
+async def test_who_loses_the_tenant_amid_a_snapshot_hears_no_more_of_it() -> None:
+    def snapshot(_wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
+        yield (change(1),)
+        watched.reload(8)
+        yield (change(2),)
+
+    watched = Watched(snapshot)
+    watched.reload(7)
+    async with watched.watch() as told:
+        for is_end in (False, True):
+            message = await told()
+            assert (message.snapshot_end, len(message.events)) == (is_end, 0)
 
 
 async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
