@@ -427,4 +427,79 @@ CONTROL = (
     ),
 )
 
-BUGS = (*CORE, *DRIVER, *POOL, *CONTROL, *CLIENT, *BATCHES)
+_log = partial(bug, "kvd.runtime")
+
+EVENTS = (
+    _log(
+        "watcher that goes on though it fell behind",
+        "event_log",
+        "if wanted.has_grown() or cursor < self._first_kept:",
+        "if wanted.has_grown() or cursor < 0:",
+    ),
+    _log(
+        "watcher that falls behind by one change unseen",
+        "event_log",
+        "return self.sequence - len(self._kept)\n",
+        "return self.sequence - len(self._kept) - 1\n",
+    ),
+    _log(
+        "watcher that does not hear what a reload lets it see",
+        "event_log",
+        "if wanted.has_grown() or cursor",
+        "if cursor",
+    ),
+    _log(
+        "watcher that comes back after such a reload and goes on",
+        "event_log",
+        "and self._rights_changed_at <= after[1]",
+        "and after[1]",
+        was_ours=True,
+    ),
+    _log(
+        "place of another incarnation where a watcher goes on",
+        "event_log",
+        "            and after[0] == self.incarnation\n",
+        "",
+    ),
+    _log(
+        "snapshot without what changed while it was read",
+        "event_log",
+        "            while cursor < self.sequence:\n                if cursor",
+        "            while (cursor := self.sequence) < self.sequence:\n                if cursor",
+    ),
+    _log(
+        "snapshot that ends without what a reload let its watcher see meanwhile",
+        "event_log",
+        "        while has_grown:\n            has_grown = False\n",
+        "        for has_grown in (False,):\n",
+        was_ours=True,
+    ),
+    _log(
+        "snapshot without what was taken from its watcher and given back meanwhile",
+        "event_log",
+        "                has_grown |= wanted.has_grown()\n                if changes",
+        "                if changes",
+        was_ours=True,
+    ),
+    _log(
+        "piece of a snapshot that its watcher may not see any more",
+        "event_log",
+        "still = tuple(filter(wanted, changes))",
+        "still = changes",
+        was_ours=True,
+    ),
+    Bug(
+        "message that names the place behind the next one, too",
+        "kvd.control.convert",
+        "unfinished = delivery.sequence if delivery.snapshot else previous",
+        "unfinished = delivery.sequence",
+    ),
+    Bug(
+        "watcher that hears of another tenant",
+        "kvd.control.services.events",
+        "return is_meant and self._namespaces.may_see_of(peer, tenant)",
+        "return is_meant",
+    ),
+)
+
+BUGS = (*CORE, *DRIVER, *POOL, *CONTROL, *EVENTS, *CLIENT, *BATCHES)

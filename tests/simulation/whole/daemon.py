@@ -25,8 +25,10 @@ from kvd.control.access.peers import (
 )
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.errors import OldEngineEnding
+from kvd.control.namespaces import Namespaces
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
 from kvd.control.registration.rendezvous import Rendezvous
+from kvd.control.services.events import EventServicer
 from kvd.control.services.worker import WorkerServicer
 from kvd.control.sessions.session import SessionContext, SessionTerms
 from kvd.core import events as ev
@@ -245,11 +247,13 @@ class SimDaemon:
             )
         engines = Rendezvous(self.driver)
         self.driver.fleet.on_mover_gone = engines.mover_gone
-        policy = TenantPolicy(settings.tenants)
+        self.tenants = TenantPolicy(settings.tenants)
         self.common = SessionContext(
-            self.driver, engines, policy, SessionTerms(2000, settings.threshold)
+            self.driver, engines, self.tenants, SessionTerms(2000, settings.threshold)
         )
         self.peers = Peers()
+        self.namespaces = Namespaces(self.driver, self.tenants)
+        self.events = EventServicer(self.driver, self.namespaces, self.peers)
         gpus = GpuCapacity(GpuTerms())
         self.workers = WorkerServicer(self.common, self.peers, gpus)
         self.loop.create_task(self.driver.run()).add_done_callback(self._ended)

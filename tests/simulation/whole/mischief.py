@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvd.core import events as ev
 from kvd.core.errors import KvdError
 from kvd.core.keys import TenantId
-from tests.simulation.whole import hazards, worker_life
+from tests.simulation.whole import hazards, watchers, worker_life
 from tests.simulation.whole.bytes import ROTTEN
 from tests.simulation.whole.hazards import PowerCut
 from tests.simulation.whole.loop import BUSY_S
@@ -172,6 +172,10 @@ def _call(world: World, event: Any) -> None:
         world.note(f"refused {error.reason}")
 
 
+def rights_change(world: World, _engine: Engine) -> None:
+    watchers.rights_change(world)
+
+
 # -- the machine ----------------------------------------------------------------------------------
 
 
@@ -222,6 +226,7 @@ _WEIGHTS: list[tuple[Callable[[Any, Any], None], int]] = [
     (epoch_changes, 3),
     (clear, 6),
     (quota, 2),
+    (rights_change, 6),
     (shortage, 4),
     (plenty, 3),
     (clock_jumps, 2),

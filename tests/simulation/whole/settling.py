@@ -8,6 +8,7 @@ from kvd.core import events as ev
 from kvd.core.keys import TenantId
 from kvd.runtime.verify import Stage, Verifier
 from tests.core import invariants
+from tests.simulation.whole import watchers
 
 if TYPE_CHECKING:
     from tests.simulation.whole.ranks import Engine, Wish
@@ -34,12 +35,20 @@ def settle(world: World) -> None:
         token = world.daemon.driver.long_work.next_token()
         world.daemon.driver.call(ev.QuotaSet(token, TenantId(tenant), 0))
     _serve_all(world)
+    _have_watchers(world)
     for engine in world.engines:
         engine.look()
         engine.leave()
         engine.die()
     world.loop.run_for(SETTLE_S)
+    _have_watchers(world)
+    world.loop.run_for(watchers.TOLD_S)
     _check_rest(world)
+
+
+def _have_watchers(world: World) -> None:
+    for watcher in world.watchers:
+        watcher.settle()
 
 
 # -- everybody is served --------------------------------------------------------------------------
@@ -122,6 +131,8 @@ def _check_rest(world: World) -> None:
     assert {s.epoch for s in machine.state.scopes.values()} <= {""}, "an own epoch stayed"
     invariants.check(machine)
     world.ledger.compare(machine, daemon.pool)
+    for watcher in world.watchers:
+        watcher.check_rest()
     _verify(world)
 
 

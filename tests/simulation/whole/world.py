@@ -28,7 +28,7 @@ from kvd.pool.config import PoolError
 from kvd.runtime import tiers as runtime_tiers
 from kvd.tiers.keeper import TierKeeper
 from kvd_proto.v1 import engine_pb2 as pb
-from tests.simulation.whole import batch_engine, client, mischief, pieces, rot
+from tests.simulation.whole import batch_engine, client, mischief, pieces, rot, watchers
 from tests.simulation.whole import hazards as hazards_
 from tests.simulation.whole.batch_engine import BatchEngine
 from tests.simulation.whole.bytes import Meanings, PoolBytes
@@ -46,8 +46,10 @@ from tests.simulation.whole.ranks import Engine
 from tests.simulation.whole.settling import settle
 from tests.simulation.whole.tiers import SimStore, SimTiers, TierTemper
 from tests.simulation.whole.watched import CheckedMachine
+from tests.simulation.whole.watchers import Watcher
 
 EXTENT_BYTES = 65536
+WATCHERS = 2
 # Of eight worlds in a row the sixth has clients, and the fourth one that asks in batches.
 CLIENTS_IN, BATCHES_IN, CLIENTS_EVERY = 5, 3, 8
 _TIERS = (0, 1, 2, 0)  # of worlds by seed: eight in a row have one of each kind
@@ -147,6 +149,7 @@ class World:
             self.meanings,
         )
         self.engines: list[Engine] = []
+        self.watchers: list[Watcher] = []
         self.clients = 0  # of them
         self.ledger = Ledger()
         self.restarts = 0
@@ -176,7 +179,8 @@ class World:
                 self._draw()
                 keeper = partial(TierKeeper, launch=self.tiers.launch)
                 keepers = (runtime_tiers, "TierKeeper", keeper)
-                bounds = [*pieces.drawn(self.random), pieces.pause(self.random)]
+                bounds = [*pieces.drawn(self.random), *watchers.drawn(self.random)]
+                bounds.append(pieces.pause(self.random))
                 stack.enter_context(hazards_.replaced([keepers, *bounds]))
                 busy = self.random.choice([0.0, 0.05, 0.3, 0.6])
                 self.loop.is_busy = lambda: self.random.random() < busy
@@ -267,6 +271,7 @@ class World:
                 )
             )
 
+        self.watchers = [Watcher(self, number) for number in range(WATCHERS)]
         if self.seed % CLIENTS_EVERY == CLIENTS_IN:
             self.clients = 1 + self.seed // CLIENTS_EVERY % 2
             self.engines += [self._client(number, ClientEngine) for number in range(self.clients)]
@@ -379,6 +384,8 @@ class World:
         self.hazards.begin_again()
         for engine in self.engines:
             engine.lose_daemon()
+        for watcher in self.watchers:
+            watcher.lose_daemon()
         lost = rot.damage(self.directory, before, self.random)
         self._start_again()
         before.check_next(self.ledger, all_noted=not unwritten, lost=lost)
@@ -403,6 +410,9 @@ class World:
         random = self.random
         if random.random() < 0.03:
             self._mischief()
+            return
+        if random.random() < 0.03:
+            random.choice(self.watchers).act()
             return
         engine = random.choice(self.engines)
         if engine.daemon is not self.daemon:
