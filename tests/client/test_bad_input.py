@@ -84,6 +84,10 @@ NO_SOCKET = "/nonexistent/kvd.sock"
         ("sliding_window_tokens is -1", lambda bad: replace(GROUP, sliding_window_tokens=bad(-1))),
         ("shard_bytes is 4096", lambda bad: replace(GROUP, shard_bytes=bad(4096))),
         (r"shard_bytes\[1\] is 8.0", lambda bad: replace(GROUP, shard_bytes=bad((8, 8.0)))),
+        (
+            r"shard_bytes\[0\] is array\(\[8, 8\]\)",
+            lambda bad: replace(GROUP, shard_bytes=(bad(np.array([8, 8])),)),
+        ),
         ("drafter is 'no'", lambda bad: replace(GROUP, drafter=bad("no"))),
         ("hash_bytes is 32.0", lambda bad: replace(NAMESPACE, hash_bytes=bad(32.0))),
         ("groups is Group", lambda bad: replace(NAMESPACE, groups=bad(GROUP))),
@@ -110,6 +114,7 @@ NO_SOCKET = "/nonexistent/kvd.sock"
         ("shard is '0'", lambda bad: Worker(NO_SOCKET, IDENTITY, shard=bad("0"))),
         ("writer is None", lambda bad: Worker(NO_SOCKET, IDENTITY, writer=bad(None))),
         ("flush_timeout_s is -1", lambda bad: Worker(NO_SOCKET, IDENTITY, flush_timeout_s=bad(-1))),
+        ("deadline_s is nan", lambda bad: Worker(NO_SOCKET, IDENTITY, load_deadline_s=bad(np.nan))),
         ("memories is SharedMemory", lambda bad: registered(bad(SharedMemory(0, 0, 64)), [])),
         ("groups is GroupLayout", lambda bad: registered([], bad(GroupLayout(0, [])))),
         (r"groups\[0\] is 5", lambda bad: registered([], bad([5]))),
@@ -149,6 +154,11 @@ def test_numpys_whole_numbers_are_taken() -> None:
     fields = replace(NAMESPACE, groups=(replace(GROUP, shard_bytes=(size,)),))
     assert list(fields.to_proto().groups[0].shard_bytes) == [4096]
     Fragment(0, 0, size, size).to_proto()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32, np.float64])
+def test_numpys_numbers_of_seconds_are_taken(kind: Callable[[int], Any]) -> None:
+    Worker(NO_SOCKET, IDENTITY, flush_timeout_s=kind(3), load_deadline_s=kind(0))
 
 
 @pytest.mark.parametrize("bad", BAD_BLOCKS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Sequence
-from typing import SupportsIndex
+from numbers import Real
 
 
 def _wrong(name: str, value: object, needed: str) -> ValueError:
@@ -32,15 +32,17 @@ def require_whole(name: str, number: object, least: int, most: int) -> None:
 
     What a division gave is a float, whole or not: no message carries it.
     """
-    if type(number) is not int and not isinstance(number, SupportsIndex):  # which takes longer
-        raise _wrong(name, number, "a whole number")
-    if not least <= operator.index(number) <= most:
-        raise ValueError(f"{name} is {number}, allowed are {least}..{most}")
+    try:
+        whole = operator.index(number)  # type: ignore[arg-type]
+    except TypeError:  # also of an array or tensor of several
+        raise _wrong(name, number, "a whole number") from None
+    if not least <= whole <= most:
+        raise ValueError(f"{name} is {whole}, allowed are {least}..{most}")
 
 
 def require_seconds(name: str, seconds: object) -> None:
     """ValueError, naming the field, for what is no number of seconds from 0 on."""
-    if not isinstance(seconds, int | float) or not seconds >= 0:
+    if not isinstance(seconds, Real) or not float(seconds) >= 0:
         raise _wrong(name, seconds, "a number of seconds, 0 or more")
 
 
