@@ -149,6 +149,17 @@ def test_a_bucket_that_ends_every_connection_is_asked_once_more_and_then_left_al
     assert forgetful.asked - before == 2
 
 
+def test_a_request_that_was_long_under_way_is_not_sent_again(
+    asked: Bucket, forgetful: Forgetful, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it could take twice the time that it may, and its process would be taken for hung."""
+    monkeypatch.setattr(module, "HUNG_UP_SECONDS", 0.0)
+    before = forgetful.asked
+    with pytest.raises(TierError, match="IncompleteMessage"):
+        asked.has(NAME)
+    assert forgetful.asked - before == 1
+
+
 def test_however_many_connections_were_kept_and_are_ended_no_request_is_lost(
     asked: Bucket, forgetful: Forgetful
 ) -> None:

@@ -65,6 +65,7 @@ from kvd_proto.limits import MAX_RANKS
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 1.0  # after a request without an answer
+HUNG_UP_SECONDS = 1.0  # in which a request is sent again whose connection was ended
 RENEW_SECONDS = 1.0  # between two looks whether a refused bucket's files hold something else
 HEAR_SECONDS = 1.0  # between two questions why a HEAD is refused
 LOG_SECONDS = 60.0  # between two lines about what is wrong with it
@@ -309,12 +310,14 @@ class Bucket:
         """What a request is answered with. `may_happen_late`: the namespace that it writes to.
 
         A server, or what stands before it, may end a connection that was kept, at any time: the
-        request is sent on a new one then.
+        request is sent on a new one then. What was ended late was under way, and sent again it
+        could take twice the time that a request may.
         """
+        until = time.monotonic() + HUNG_UP_SECONDS
         try:
             return call(self._objects, *given, **more)
         except BaseError as error:
-            if not was_hung_up(error):
+            if not was_hung_up(error) or time.monotonic() >= until:
                 raise
         if may_happen_late:
             self.note_unanswered(may_happen_late)
