@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvd_client.draft import BlockRun
 from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
 from tests.client.test_batches import Memory, keys
 from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
 
 U32, U64 = 1 << 32, 1 << 64
 BAD_BLOCKS = [-1, U32, None, 1.5]
@@ -147,6 +149,15 @@ def test_a_memory_whose_descriptor_is_closed_is_named() -> None:
     os.close(fd)
     with pytest.raises(OSError, match=rf"memories\[0\]: fd {fd}: Bad file descriptor"):
         registered([SharedMemory(fd, 0, 64)], [])
+
+
+def test_the_sockets_path_may_be_a_path(tmp_path: Path) -> None:
+    """Where no daemon is, its text is looked at."""
+    nowhere: Any = tmp_path / "kvd.sock"
+    connection = SchedulerConnection(nowhere, IDENTITY, NAMESPACE)
+    wait_until(lambda: "not connected" not in connection.problem, "a try")
+    assert connection.problem.startswith(f"{nowhere}: [Errno 2] No such file or directory")
+    connection.close()
 
 
 def test_numpys_whole_numbers_are_taken() -> None:

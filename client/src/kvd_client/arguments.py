@@ -58,7 +58,9 @@ def require_list(name: str, values: object) -> None:
         raise _wrong(name, values, "a list or tuple")
 
 
-def require_path(name: str, path: object) -> None:
-    """ValueError, naming the field, for what is no path of a file."""
-    if not isinstance(path, str | os.PathLike):
+def require_path(name: str, path: object) -> str:
+    """A file's path as text. ValueError, naming the field, for what is none."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str):
         raise _wrong(name, path, "the path of the daemon's socket")
+    return text

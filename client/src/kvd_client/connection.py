@@ -98,7 +98,6 @@ class SchedulerConnection:
         silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
         layout.require_ordered_stores()
-        require_path("socket_path", socket_path)
         require_kind("identity", identity, EngineIdentity)
         require_kind("namespace", namespace, NamespaceFields)
         require_whole("world_size", world_size, 1, MAX_RANKS)
@@ -110,7 +109,7 @@ class SchedulerConnection:
         self._problem = NOT_CONNECTED
         self.refusals: collections.Counter[str] = collections.Counter()  # by reason
         self._silent_after_s = silent_after_s
-        self._socket_path = socket_path
+        self._socket_path = require_path("socket_path", socket_path)
         self._identity = identity
         self._epoch = ""
         self._changed = threading.Condition()

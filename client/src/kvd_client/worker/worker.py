@@ -88,12 +88,11 @@ class Worker:
         world_size: int = 1,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        require_path("socket_path", socket_path)
         require_kind("identity", identity, EngineIdentity)
         require_whole("world_size", world_size, 1, MAX_RANKS)
         require_whole("rank", rank, 0, world_size - 1)
         _check_options(options)
-        self._socket_path = socket_path
+        self._socket_path = require_path("socket_path", socket_path)
         self._identity = identity
         shard, writer = options.get("shard", rank), options.get("writer", True)
         self._place = RankPlace(rank, world_size, shard, writer)
