@@ -562,6 +562,7 @@ def test_jobs_wait_a_moment_for_a_registration_that_is_being_made(mover: MoverSt
     registrar = object.__new__(Registrar)
     registrar._changed = threading.Condition()
     registrar._current = None
+    registrar._stopping = False
     registrar._registering = None
     assert registrar.awaited(60.0) is None
     registrar._registering = Future()  # type: ignore[assignment]
