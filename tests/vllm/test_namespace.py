@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import DiffusionConfig
+from vllm.config import DiffusionConfig, MultiModalConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,
@@ -334,6 +334,30 @@ def test_what_can_t_be_known_is_kept_to_this_start_with_the_way_out(
     monkeypatch.setattr("vllm.utils.hashing._xxhash", digest)
     assert change(base).unshared
     assert hint in caplog.text
+
+
+def test_scales_of_images_whose_file_changed_as_the_engine_started_are_not_known(
+    base: Configuration, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM may have read what was there before."""
+
+    def is_shared(begun_ns: int) -> bool:
+        def change(vllm_config: Any) -> None:
+            vllm_config.instance_id = f"{begun_ns}_1"
+            vllm_config.model_config.multimodal_config = MultiModalConfig()
+            vllm_config.model_config.multimodal_config.mm_encoder_fp8_scale_path = str(scales)
+            vllm_config.kv_transfer_config.kv_connector_extra_config["weights_id"] = "w"
+
+        return not changed(base, change).namespace().unshared
+
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    written_ns = scales.stat().st_ctime_ns
+    assert is_shared(written_ns)
+    assert not is_shared(written_ns - 1)
+    assert f"{scales} was changed as the engine started" in caplog.text
+    scales.unlink()
+    assert is_shared(written_ns - 1), "a rank alone can read it"
 
 
 def test_images_are_named_by_their_content_where_vllm_has_any_cache(base: Configuration) -> None:

@@ -127,6 +127,18 @@ def changed_settings(model_config: Any, load_config: Any, begun_ns: int) -> str:
     return ""
 
 
+def changed_file(file: Path, begun_ns: int) -> str:
+    """Why an engine may have read something else in a file than lies there now; empty where it has
+    not, or where nobody here can tell."""
+    try:
+        _check_unchanged(file.absolute(), [file], begun_ns)
+    except Changed as change:
+        return str(change)
+    except OSError:
+        return ""
+    return ""
+
+
 def _settings_files(model_config: Any, load_config: Any) -> list[Path]:
     path = _local_path(model_config.model, model_config, load_config)
     root = path if path.is_dir() else path.parent

@@ -164,6 +164,13 @@ def _describe_model(model_config: Any) -> dict[str, Any]:
     return described
 
 
+def scales_file(model_config: Any) -> Path | None:
+    """Where the scales of images lie, where they are a file's."""
+    multimodal = getattr(model_config, "multimodal_config", None)
+    named = getattr(multimodal, SCALES_SETTING, None)
+    return None if named is None else Path(named)
+
+
 def _content_of(file: str) -> str:
     """A digest of what is in the file; its name where only a rank can read it."""
     try:

@@ -16,10 +16,10 @@ from kvd_client.draft import wire_text
 from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_client.integrations.digests import digest_of
 from kvd_client.integrations.vllm.identity.kv_layout import KvLayout, describe_rank, sees_layers
-from kvd_client.integrations.vllm.identity.model import config_digest
+from kvd_client.integrations.vllm.identity.model import config_digest, scales_file
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.weights import name_weights, short_model_name
+from kvd_client.integrations.weights import changed_file, name_weights, short_model_name
 from kvd_proto import layout
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_RANKS
@@ -213,6 +213,10 @@ def _doubts(vllm_config: Any, options: KvdOptions) -> Iterator[str]:
             "with neither a prefix cache nor a cache of processed inputs vLLM numbers images, the"
             " same way at each start; start it with one of them"
         )
+    scales = scales_file(vllm_config.model_config)
+    begun_ns = _begun_ns(vllm_config) if scales else None
+    if scales and begun_ns and (change := changed_file(scales, begun_ns)):
+        yield change
     if vllm_config.lora_config is not None and not options.lora_id:
         yield "vLLM's hash has an adapter's name, not what is in it; set lora_id"
 
