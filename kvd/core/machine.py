@@ -247,9 +247,10 @@ class Machine:
         return gather(self.state, by_namespace=by_namespace, which_tenants=which_tenants)
 
     def tenants(self) -> Iterator[TenantFigures]:
-        """The figures of every tenant, each as it is when it is taken."""
+        """The figures of every tenant, each as it is when it is taken, if it is still there."""
         for name in list(self.state.tenants):
-            yield figures_of(self.state.tenants[name])
+            if self.knows_tenant(name):
+                yield figures_of(self.state.tenants[name])
 
 
 def _job_of(state: State, event: ev.Event) -> JobName | None:

@@ -82,3 +82,13 @@ def test_tenants_that_no_rule_names_any_more_are_forgotten_some_a_tick() -> None
     assert len(known(bench)) == 1
     bench.tick()
     assert not known(bench)
+
+
+def test_figures_that_are_told_in_pieces_leave_out_who_is_forgotten_meanwhile() -> None:
+    bench = small()
+    name(bench, "stays")
+    name(bench, "goes", named=False)
+    figures = bench.machine.tenants()
+    assert next(figures).tenant == "stays"
+    bench.tick()
+    assert list(figures) == []
