@@ -446,7 +446,7 @@ class QuotaSet:
     token: int
     tenant: TenantId
     quota_bytes: int
-    named: bool = True  # by a rule; else it is forgotten once it has no namespace
+    named: bool | None = None  # by a rule; False: forgotten once nothing is its; None: as before
 
 
 @dataclass(frozen=True, slots=True)

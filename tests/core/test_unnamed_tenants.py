@@ -84,6 +84,15 @@ def test_tenants_that_no_rule_names_any_more_are_forgotten_some_a_tick() -> None
     assert not known(bench)
 
 
+def test_an_operators_quota_for_one_that_no_rule_names_keeps_it_no_longer() -> None:
+    bench = small()
+    name(bench, "goes", named=False)
+    bench.feed(ev.QuotaSet(99, TenantId("goes"), 1 << 20))
+    bench.tick()
+    bench.tick()
+    assert known(bench) == set()
+
+
 def test_figures_that_are_told_in_pieces_leave_out_who_is_forgotten_meanwhile() -> None:
     bench = small()
     name(bench, "stays")

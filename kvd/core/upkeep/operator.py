@@ -32,7 +32,7 @@ def quota_set(turn: Turn, event: QuotaSet) -> None:
     tenant.quota_bytes = event.quota_bytes
     if event.named:
         state.backlog.unnamed.pop(event.tenant, None)
-    else:
+    elif event.named is not None:
         state.backlog.unnamed[event.tenant] = None
     shrink = state.backlog.shrinks.setdefault(event.tenant, Shrink())
     shrink.answers.append((event.token, shrink.evicted))
