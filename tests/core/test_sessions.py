@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -202,7 +203,8 @@ def test_mover_that_is_gone_by_itself_takes_the_others_of_a_closed_session_along
 
 def test_rank_that_is_to_end_is_told_so_once(bench: Bench) -> None:
     bench.open()
-    assert ended(bench.feed(ev.RankEnding(MoverId(100), "its worker is gone"))) == [100]
+    (order,) = only(bench.feed(ev.RankEnding(MoverId(100), "its worker is gone")), act.KillMover)
+    assert (order.mover, order.reason, order.is_late) == (100, "its worker is gone", False)
     again = bench.feed(ev.RankEnding(MoverId(100), "and unregistered"))
     assert not ended(again + bench.close() + bench.tick(60 * SECOND))
 
@@ -413,6 +415,16 @@ def test_engine_blocks_of_a_tenant_are_bounded_over_its_engines(bench: Bench) ->
         bench.attach(3, blocks=(1, 1, 1, 1))
     bench.open(4, spec("other", "other tenant"), attach=False)
     bench.attach(4, blocks=(1,))
+
+
+def test_ranks_of_one_engine_count_once_for_their_tenant(bench: Bench) -> None:
+    groups = spec(groups=4)
+    most = (MAX_ENGINE_BLOCKS,) * 4
+    for session in (1, 2):
+        bench.open(session, groups, ranks=2, attach=False)
+    for session, rank in itertools.product((1, 2), (0, 1)):
+        bench.attach(session, rank, 0, writer=not rank, blocks=most)
+    assert len(bench.machine.state.movers) == 4
 
 
 def test_session_may_come_back_to_its_own_epoch(bench: Bench) -> None:
