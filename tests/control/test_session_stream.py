@@ -337,3 +337,16 @@ def test_a_tenant_is_looked_for_only_where_its_name_is_short(running: RunningDae
     fields = namespace(tenant="\x01" * 4_000_000)
     said = refusal(lambda: open_and_close(running.socket, namespace=fields))
     assert said == ("INVALID_ARGUMENT", "STRING_TOO_LONG", "namespace.tenant")
+
+
+def test_a_flush_in_vain_names_the_jobs_that_it_waits_for(former: RawEngine) -> None:
+    scheduler = former.scheduler
+    first = scheduler.highest_job + 1
+    jobs = [first, first + 1]
+    stores = [store_job(job, [job], [place]) for place, job in enumerate(jobs)]
+    assert all(verdict.accepted for verdict in scheduler.step(stores=stores).verdicts)
+    for asked, running in (([first, 999_999], str(first)), ([], f"{first}, {first + 1}")):
+        flush = engine_pb2.FlushRequest(session_id=scheduler.id, job_ids=asked, deadline_ms=1)
+        with pytest.raises(grpc.RpcError) as caught:
+            scheduler.call(scheduler.engine.Flush, flush)
+        assert caught.value.details() == f"jobs still run: {running}"
