@@ -179,21 +179,25 @@ def test_claims_of_leases_of_many_sessions_that_expire_together_go_a_few_in_each
     replay(bench)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "each"), [(1, [[100, 200], [300, 400], [500]]), (2, [[100, 101], [200, 201]])]
+)
 def test_of_many_closed_sessions_whose_copies_run_on_some_lose_their_movers_in_each_event(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, ranks: int, each: list[list[int]]
 ) -> None:
     monkeypatch.setattr("kvd.core.upkeep.session.LINGERING_AT_ONCE", 2)
     bench = small()
-    for session in range(1, 6):
-        bench.open(session)
+    sessions = range(1, 1 + sum(map(len, each)) // ranks)
+    for session in sessions:
+        bench.open(session, ranks=ranks)
         bench.store([session], session)
-    for session in range(1, 6):
+    for session in sessions:
         bench.close(session)
     bench.now_ns += CLOSE_GRACE_NS
     pieces = [only(bench.feed(ev.TimerTicked()), act.KillMover)]
     while bench.machine.has_work():
         pieces.append(only(bench.feed(ev.WorkContinued()), act.KillMover))
-    assert [[kill.mover for kill in piece] for piece in pieces] == [[100, 200], [300, 400], [500]]
+    assert [[kill.mover for kill in piece] for piece in pieces] == each
     replay(bench)
 
 
