@@ -21,8 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvd_client.arguments import require_kind
 from kvd_client.connection import SchedulerConnection, first_met
-from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, are_hashes, each_in_parts
+from kvd_client.draft import (
+    BlockRun,
+    JobDraft,
+    QueryDraft,
+    StepDraft,
+    are_hashes,
+    each_in_parts,
+    wire_text,
+)
 from kvd_client.forks import keep_from_children
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lease_renewal import LeaseRenewal
@@ -95,7 +104,7 @@ class BlockBatches:
         self._numbers = itertools.count(1)
         self._jobs: dict[int, AwaitedJob] = {}
         self._finished: list[str] = []  # requests, to be told with the next step
-        self._answers = LeasedAnswers(self._note_over)
+        self._answers = LeasedAnswers(self._finished.append)
         self._lasting: set[str] = set()  # requests that go on after a store
         self._num_blocks: list[int] = []  # of the engine, by group
         self._resets = 0
@@ -197,7 +206,7 @@ class BlockBatches:
                 self._renewal.begin(session.lease_ttl_s)
         except BaseException:  # of a signal's handler: nobody hears what was found
             with self._lock:
-                self._note_over(request_id)
+                self._finished.append(request_id)
             raise
         return found
 
@@ -230,16 +239,11 @@ class BlockBatches:
                 for each, statuses in zip(wanted, answers, strict=True)
             ):
                 return answers
-            self._make_room(sum(int((statuses == RETRY).sum()) for statuses in answers))
-            with self._lock:  # what lies in a tier is brought up once the step has ended
-                self._send_locked(StepDraft())
+            with self._lock:  # what nobody loads keeps no other from a lease
+                self._answers.make_room(sum(int((each == RETRY).sum()) for each in answers))
+                self._send_locked(StepDraft())  # then what lies in a tier is brought up
             time.sleep(pause)
             pause = min(2 * pause, ASK_AGAIN_MAX_S)
-
-    def _make_room(self, keys: int) -> None:
-        """End the oldest claims of so many keys: what nobody loads keeps no other from a lease."""
-        with self._lock:
-            self._answers.make_room(keys)
 
     def _may_become(self, wanted: SoughtKeys, statuses: Statuses, waited_s: float) -> bool:
         """Whether it is worth while to ask again for what was no hit."""
@@ -385,18 +389,22 @@ class BlockBatches:
         Stores of one `request_id` are of one prompt, whose head stays longest, until `end_request`.
         """
         self._require_runs(runs)
+        require_kind("request_id", request_id, str)
+        told_id = wire_text(request_id)
         done, parts = [True] * len(runs), each_in_parts(runs)
-        kept = self._store_parts([part for _, part in parts], request_id) if parts else []
+        kept = self._store_parts([part for _, part in parts], told_id) if parts else []
         for (number, _), ok in zip(parts, kept, strict=True):
             done[number] &= ok
         return done
 
     def end_request(self, request_id: str) -> None:
         """Nothing more comes of it. The daemon hears that with the next step."""
+        require_kind("request_id", request_id, str)
+        told_id = wire_text(request_id)
         with self._lock:
-            if request_id in self._lasting:
-                self._lasting.remove(request_id)
-                self._note_over(request_id)
+            if told_id in self._lasting:
+                self._lasting.remove(told_id)
+                self._finished.append(told_id)
 
     def _store_parts(self, runs: Sequence[BlockRun], request_id: str) -> list[bool]:
         began, pause, resets = time.monotonic(), FIRST_PAUSE * POLL_S, self._resets
@@ -498,11 +506,7 @@ class BlockBatches:
         """But for those that last. Called under the lock."""
         for draft in drafts:
             if draft.job_id in self._jobs and draft.context.request_id not in self._lasting:
-                self._note_over(draft.context.request_id)
-
-    def _note_over(self, request_id: str) -> None:
-        """Called under the lock."""
-        self._finished.append(request_id)
+                self._finished.append(draft.context.request_id)
 
     def _see_ends(self, drafts: Sequence[JobDraft], deadline_s: float | None) -> list[bool]:
         """Whether each job is done, once all have ended. At the deadline stores are given up;
