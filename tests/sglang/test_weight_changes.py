@@ -95,6 +95,37 @@ def test_pages_of_the_old_weights_are_not_found_after_a_flush(start_rank: StartR
     assert found(start_rank(), 1) == TOKENS  # an engine of the weights as they were
 
 
+def test_an_engine_moves_on_once_for_each_change(start_rank: StartRank) -> None:
+    """Each time all that is under way would fail, and the daemon be waited for."""
+    rank = start_rank()
+    [batches] = rank.backend._opened
+    for number in (1, 2):
+        change()
+        rank.controller.reset()
+        assert store(rank, 14) == TOKENS
+        assert found(rank, 14) == TOKENS
+        assert batches._resets == number
+
+
+def test_weights_that_change_as_an_engine_moves_on_wait_for_another_flush(
+    start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = start_rank()
+    enter = rank.backend._enter_epoch
+
+    def enter_and_change() -> None:
+        enter()
+        change()
+
+    monkeypatch.setattr(rank.backend, "_enter_epoch", enter_and_change)
+    change()
+    rank.controller.reset()
+    assert store(rank, 15) == 0
+    monkeypatch.setattr(rank.backend, "_enter_epoch", enter)
+    rank.controller.reset()
+    assert store(rank, 15) == TOKENS
+
+
 def test_an_update_that_ends_after_its_flush_needs_no_other(start_rank: StartRank) -> None:
     """As `flush_cache`, which is on unless told otherwise, flushes within the last update."""
     rank = start_rank()
