@@ -153,9 +153,14 @@ class Drawn:
             num_scheduled_tokens=scheduled,
             finished_req_ids={request.request_id for request in told},
             preempted_req_ids=set(),
-            kv_cache_block_copies=None,
+            kv_cache_block_copies=self._copies(told),
             kv_connector_block_state=None,
         )
+
+    def _copies(self, told: list[ScriptedRequest]) -> list[Any] | None:
+        """Blocks that the step writes to beside those that it gives to requests."""
+        first = self._next_block
+        return [SimpleNamespace(dst_block_id=1 + first % (self._device or first))] if told else None
 
     def _give(self, request: ScriptedRequest, scheduled: dict[str, int]) -> list[int]:
         name = request.request_id
@@ -312,6 +317,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
                 made.request_finished(request)
         as_lists += len(sides[1]._fenced_lists)
         assert sides[1]._fenced_blocks <= most
+        assert sides[1]._fenced_blocks == sum(map(len, sides[1]._fenced_lists.values()))
         assert books(sides[0]) == books(sides[1])
         ended = [job for job in sides[0]._jobs if drawn.draw.random() < 0.2]
         report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))

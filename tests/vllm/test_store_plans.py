@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.request import Request
 
 from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, by_group, track
+from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.scheduling.stores import SAMPLED, OfferedBlocks, StorePlanner
-from kvd_client.integrations.vllm.stats import KvdStats
+from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
+from kvd_client.integrations.vllm.stats import NO_ROOM, KvdStats
+from tests.vllm.configurations import configure
+from tests.vllm.scheduler_stand import write_model
 
 LONG = 300
 
@@ -121,3 +130,32 @@ def test_who_found_room_for_some_only_is_named_as_it_is_named_now(offers: Offers
     ((name, cut),) = offers.planner.cut
     assert name == "r#1"
     assert cut == {make_offload_key(block(2), 0)}
+
+
+def test_a_request_without_room_is_counted_once_a_step(tmp_path: Path) -> None:
+    """Where vLLM itself asks for room once more, too."""
+    made = configure(Path(write_model(tmp_path)), skip_tokenizer_init=True)
+    scheduler: Any = KvdConnectorScheduler(
+        KvdOffloadingSpec(made.offloading), made.vllm, made.cache
+    )
+    assert scheduler._stores_simply
+    manager = scheduler.manager
+    manager.steps = SimpleNamespace(pause=SimpleNamespace(is_on=False), is_full=False)
+    manager._enter_open_session = lambda: Page(set(), room=0)
+    request = Request("r", list(range(48)), SamplingParams(), None, block_hasher=hashes)
+    scheduler.on_new_request(request)
+    scheduler._req_status["r"].group_states[0].block_ids += [1, 2, 3]
+    for step in (1, 2):
+        scheduler._build_store_jobs(
+            SimpleNamespace(
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set()),
+                num_scheduled_tokens={"r": 48},
+                finished_req_ids=set(),
+            )
+        )
+        assert manager.stats.counts[NO_ROOM] == step
+
+
+def hashes(request: Request) -> list[bytes]:
+    return [block(number) for number in range(len(request.block_hashes), request.num_tokens // 16)]

@@ -56,6 +56,7 @@ from kvd_client.integrations.vllm.stats import (
     FAILED_STORES,
     NO_ROOM,
     REMOVALS,
+    STORES_SKIPPED,
     KvdStats,
 )
 from kvd_client.scheduler.found import count_found
@@ -291,7 +292,10 @@ class KvdManager(OffloadingManager):
 
         Without a daemon nothing is stored, which is final: offered again, it would cost time.
         """
-        return self.prepare_blocks(list(keys), None, req_context)
+        planned = self.prepare_blocks(list(keys), None, req_context)
+        if planned is None:
+            self.stats.counts[NO_ROOM] += 1
+        return planned
 
     def prepare_blocks(
         self,
@@ -301,7 +305,8 @@ class KvdManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """`prepare_store`; `parts`: the keys' hashes by vLLM's group number, where they are known.
 
-        The lists are kept.
+        The lists are kept. What finds no room is not counted: who asks offers it with
+        `prepare_store` then.
         """
         tracked = self.tracked(req_context)
         session = self._enter_open_session()
@@ -312,11 +317,11 @@ class KvdManager(OffloadingManager):
         if self.stores_lazily and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
             return nothing()  # later, when they leave the device
         if self.steps.is_full:
-            self.stats.counts[NO_ROOM] += 1
             return None
         offer = OfferedBlocks(tracked, req_context, keys, parts)
         planned = self._stores.plan(offer, session, self._is_admitted)
         if planned is not None and self._stores.kept_out:
+            self.stats.counts[STORES_SKIPPED] += len(self._stores.kept_out)
             self._sight(tracked, req_context)
         return planned
 

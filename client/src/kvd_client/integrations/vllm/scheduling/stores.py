@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvd_client.draft import count_parts
 from kvd_client.integrations.vllm.scheduling.requests import OffloadGroups, TrackedRequest, by_group
-from kvd_client.integrations.vllm.stats import NO_ROOM, STORES_SKIPPED, KvdStats
+from kvd_client.integrations.vllm.stats import NO_ROOM, KvdStats
 from kvd_client.session import SessionView
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP
 
@@ -132,7 +132,6 @@ class StorePlanner:
             parts = list(by_group(wanted))
         room = self._take_room(parts, len(wanted), session)
         if room is None:
-            self._stats.counts[NO_ROOM] += 1
             return None
         if room < len(wanted) and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
             offered, wanted = wanted, _heads(wanted, parts, self.budget, self._groups)
@@ -151,7 +150,6 @@ class StorePlanner:
         for key in wanted:
             is_in = admitted(offer.tracked, *self._place(key, offer.req_context))
             (let_in if is_in else self.kept_out).append(key)
-        self._stats.counts[STORES_SKIPPED] += len(self.kept_out)
         return let_in
 
     def plan_leaving(
@@ -198,7 +196,6 @@ class StorePlanner:
         if there or key in self._storing:
             return nothing()
         if self._take_room(parts, 1, session) is None:
-            self._stats.counts[NO_ROOM] += 1
             return None
         self._stats.note_allocation(1)
         self._storing.add(key)
