@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +14,8 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from kvd_client.draft import StepDraft
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
-from kvd_client.integrations.vllm.scheduling.steps import StepSender
+from kvd_client.integrations.vllm.scheduling.steps import StepJobs, StepSender
+from kvd_client.integrations.vllm.stats import STORES_SKIPPED
 from kvd_client.scheduler.store_pause import StorePause
 
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
@@ -123,6 +125,32 @@ def test_behind_a_reuse_filter_what_was_left_to_another_is_not_offered_again() -
     assert manager.leave_stores(manager.tracked(CONTEXT), KEYS) == set()
     manager.complete_store(KEYS[3:], CONTEXT)
     assert list(manager.take_events()) == [], "an event without blocks"
+
+
+def test_what_the_reuse_filter_keeps_out_is_told_once_for_each_request() -> None:
+    manager = answers_that_see([])
+    manager.steps = sender()
+    session: Any = manager._enter_open_session()
+    session.store_threshold = 2
+    manager._is_admitted = lambda *_: False  # type: ignore[method-assign]
+    request = ReqContext(req_id="kept out")
+    request._offload_key_positions.update((key, 16 + 16 * n) for n, key in enumerate(KEYS))
+    for offered in (KEYS[:2], KEYS[:2], KEYS[1:3], KEYS[:3]):
+        kept = manager.prepare_blocks(offered, None, request)
+        assert kept is not None
+        assert kept.keys_to_store == []
+    told = [used.block_hashes for _, used in manager.steps.draft.touches]
+    assert told == [[bytes(key)[:32] for key in KEYS[:2]], [bytes(KEYS[2])[:32]]]
+    assert manager.stats.counts[STORES_SKIPPED] == 2 + 2 + 2 + 3
+
+
+def test_what_a_step_left_out_is_named_in_that_step() -> None:
+    manager = answers_that_see([])
+    manager.steps = sender()
+    assert manager.prepare_blocks(KEYS, None, CONTEXT) is not None
+    assert manager.cut == [("r", set(KEYS[ROOM:]))]
+    manager.send_step(StepJobs(itertools.count(1)))
+    assert manager.cut == []
 
 
 def test_after_a_reset_nothing_is_on_its_way_and_what_lives_stores_nothing() -> None:

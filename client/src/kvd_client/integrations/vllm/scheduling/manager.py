@@ -374,10 +374,10 @@ class KvdManager(OffloadingManager):
         self._announce(stored)
         return set(job.keys).difference(stored)
 
-    def take_cut(self) -> list[tuple[str, set[OffloadKey]]]:
+    @property
+    def cut(self) -> list[tuple[str, set[OffloadKey]]]:
         """Whose blocks the step leaves out, for there was room for those before them only."""
-        cut, self._stores.cut = self._stores.cut, []
-        return cut
+        return self._stores.cut
 
     def leave_out_gaps(self, is_whole: IsWhole) -> None:
         """Ask this before any block is stored; without it all of them are whole."""

@@ -269,7 +269,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         made = super().build_connector_meta(
             self._with_renamed(self._without_reloaded(scheduler_output))
         )
-        for req_id, keys in self.manager.take_cut():
+        for req_id, keys in self.manager.cut:
             if req_id in self._req_status:
                 self._offer_later(self._req_status[req_id], keys)
         jobs = self._join(made)
