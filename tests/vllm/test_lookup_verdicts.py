@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, TrackedRequest, track
 from kvd_client.scheduler.request import Knowledge, LookupState, Request
-from kvd_proto.key_status import HIT, MISS, PENDING, RETRY
+from kvd_proto.key_status import ADMITTED_BIT, HIT, MISS, PENDING, RETRY
 from kvd_proto.v1 import common_pb2
 
 HASHES = [b"a" * 32, b"b" * 32]
@@ -28,6 +30,7 @@ class Answers:
         self.tier = common_pb2.TIER_HOST
         self.asked_again: list[float] = []
         self.given_up: list[int] = []  # kinds of doubt
+        self.asked_alone: list[bytes] = []
 
     def resolve(self, request: Request, _computed_tokens: int) -> Knowledge:
         lookup = request.lookup
@@ -38,6 +41,10 @@ class Answers:
 
     def ask_again(self, _request: Request, now: float) -> None:
         self.asked_again.append(now)
+
+    def ask_alone(self, _request: Request, run: BlockRun) -> int:
+        self.asked_alone += run.block_hashes
+        return PENDING | ADMITTED_BIT
 
     def is_doubt_too_late(self, *_: object) -> bool:
         return True
@@ -104,3 +111,15 @@ def test_what_is_asked_again_is_given_up_before_what_is_pending(scan: Scan) -> N
     scan.tracked.request.lookup.doubts = {PENDING: 0.0, RETRY: 0.0}
     scan.begin()
     assert scan.answers.given_up == [RETRY, PENDING]
+
+
+def test_of_a_tails_end_the_daemon_is_asked_where_the_page_shows_it(scan: Scan) -> None:
+    scan.begin()
+    shown, absent = b"s" * 32, b"t" * 32
+    session: Any = SimpleNamespace(shows=lambda *block: block == (0, "", shown))
+    verdicts = [
+        scan.lookups.one(scan.tracked, make_offload_key(each, 0), session, scan.answers)
+        for each in (absent, shown)
+    ]
+    assert verdicts == [LookupResult.MISS, LookupResult.HIT_PENDING]
+    assert scan.answers.asked_alone == [shown]

@@ -124,11 +124,13 @@ class RequestLookups:
     def _alone(
         self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, queue: LookupQueue
     ) -> LookupResult:
-        """A key off the blocks' grid: the end of a partial tail. Mostly the page says miss."""
+        """A key off the blocks' grid: the end of a partial tail. Mostly the page says miss.
+
+        VLLM asks for each once in a lookup.
+        """
         request, block_hash = tracked.request, get_offload_block_hash(key)
         group = self._groups[get_offload_group_idx(key)].index
         if not session.shows(group, request.account, block_hash):
             return LookupResult.MISS
         status = queue.ask_alone(request, BlockRun(group, 0, [block_hash]))
-        tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & STATUS_BITS]
-        return verdict
+        return LOOKUP_RESULTS[status & STATUS_BITS]
