@@ -235,22 +235,22 @@ class EventLog:
         """The resident blocks piece by piece, then what changed meanwhile.
 
         What a piece could not know stands among those changes, so that all of them, one after
-        the other, make what is resident at the end. Whoever may see more by then gets the pieces
-        again: the end is a place that is gone on from, and lacks nothing of that. Whoever may see
-        less hears no more of it, from any piece.
+        the other, make what is resident at the end. Whoever may see more by then gets another
+        snapshot: of what was taken away and given back meanwhile, it has not heard all. The one
+        before ends where nobody goes on from. Whoever may see less hears no more of it, from any
+        piece.
         """
 
         def piece(changes: tuple[Change, ...]) -> Delivery:
             still = tuple(filter(wanted, changes))
             return Delivery(began, snapshot=True, snapshot_end=False, changes=still)
 
-        cursor = began = self.sequence
-        last: tuple[Change, ...] = ()  # held back: it may be the snapshot's end
         has_grown = True
         while has_grown:
             has_grown = False
+            cursor = began = self.sequence
+            last: tuple[Change, ...] = ()  # held back: it may be the snapshot's end
             for changes in self._snapshot(wanted):
-                # With each piece: what was taken away and given again meanwhile is new, too.
                 has_grown |= wanted.has_grown()
                 if changes and last:
                     yield piece(last)
@@ -268,7 +268,8 @@ class EventLog:
                     last = tail.changes
                 await self._turns.let_others_in(user)
             has_grown |= wanted.has_grown()
-        yield replace(piece(last), sequence=cursor, snapshot_end=True)
+            end = self._rights_changed_at - 1 if has_grown else cursor
+            yield replace(piece(last), sequence=end, snapshot_end=True)
 
 
 def _blocks_of(change: Change) -> int:

@@ -203,7 +203,7 @@ async def test_place_behind_a_change_of_rights_is_gone_on_from() -> None:
         assert (message.snapshot, message.sequence) == (False, 3)
 
 
-async def test_who_gains_a_tenant_amid_a_snapshot_has_its_blocks_by_the_end() -> None:
+async def test_who_gains_a_tenant_amid_a_snapshot_is_given_another_one() -> None:
     def snapshot(wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
         if wanted.namespaces(TENANT, NamespaceId(1)):
             yield (change(1),)
@@ -214,11 +214,14 @@ async def test_who_gains_a_tenant_amid_a_snapshot_has_its_blocks_by_the_end() ->
     watched = Watched(snapshot)
     watched.reload(8)
     async with watched.watch() as told:
-        message = await told()
-        assert (message.snapshot_end, message.sequence, len(message.events)) == (True, 2, 1)
+        broken_off, whole = await told(), await told()
+        assert (broken_off.snapshot_end, len(broken_off.events)) == (True, 0)
+        assert (whole.snapshot_end, whole.sequence, len(whole.events)) == (True, 2, 1)
+    async with watched.watch(after_sequence=broken_off.sequence) as told:
+        assert (await told()).snapshot, "nobody goes on from where it was broken off"
 
 
-async def test_what_was_taken_away_and_given_back_amid_a_snapshot_is_in_it() -> None:
+async def test_what_was_taken_away_and_given_back_amid_a_snapshot_is_told_anew() -> None:
     passes = count()
 
     def snapshot(_wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
@@ -232,8 +235,9 @@ async def test_what_was_taken_away_and_given_back_amid_a_snapshot_is_in_it() -> 
     watched = Watched(snapshot)
     watched.reload(7)
     async with watched.watch() as told:
-        message = await told()
-        assert (message.snapshot_end, len(message.events)) == (True, 1)
+        broken_off, whole = await told(), await told()
+        assert (broken_off.snapshot_end, len(broken_off.events)) == (True, 0)
+        assert (whole.snapshot_end, whole.sequence, len(whole.events)) == (True, 3, 1)
 
 
 async def test_who_loses_the_tenant_amid_a_snapshot_hears_no_more_of_it() -> None:

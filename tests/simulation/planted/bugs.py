@@ -482,6 +482,13 @@ EVENTS = (
         was_ours=True,
     ),
     _log(
+        "end of a snapshot that a reload made void where its watcher goes on",
+        "event_log",
+        "end = self._rights_changed_at - 1 if has_grown else cursor",
+        "end = cursor",
+        was_ours=True,
+    ),
+    _log(
         "piece of a snapshot that its watcher may not see any more",
         "event_log",
         "still = tuple(filter(wanted, changes))",

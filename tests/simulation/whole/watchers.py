@@ -21,6 +21,7 @@ from kvd.core.keys import NamespaceId
 from kvd.runtime import event_log
 from kvd_proto.v1 import events_pb2 as pb
 from tests.simulation.whole.daemon import Call, SimDaemon, SimPeer
+from tests.simulation.whole.loop import BUSY_S
 
 if TYPE_CHECKING:
     from tests.simulation.whole.world import World
@@ -31,8 +32,8 @@ USERS = (101, 201, READER, READER, READER, os.getuid())
 PLACES = ("", "tier0", "tier1")
 SLOWEST_S = 12.0  # more than the daemon waits for
 TOLD_S = 1.0  # within which all is told to who takes it, once nothing changes any more
-DISTURBED = 0.2  # of the messages of a snapshot
-COMPARED = 0.2  # of the messages that bring a watcher up to date
+DISTURBED = 0.5  # of the messages of a snapshot
+COMPARED = 0.2  # of the messages behind a snapshot that bring a watcher up to date
 
 Name = tuple[int, str, str, int, bytes]
 
@@ -191,7 +192,8 @@ class Watcher:
             self._be_disturbed(is_end=message.snapshot_end)
         is_new = message.sequence == self._world.daemon.driver.event_log.sequence
         is_whole = not self._told.in_snapshot
-        if is_new and is_whole and self._world.random.random() < COMPARED:
+        is_looked_at = message.snapshot or self._world.random.random() < COMPARED
+        if is_new and is_whole and is_looked_at:
             self.compare(self._told)
         loop = self._world.loop
         self._on_its_way.append(message)
@@ -199,11 +201,12 @@ class Watcher:
         loop.outside(self._arrives - loop.now, self._arrive, message)
 
     def _be_disturbed(self, *, is_end: bool) -> None:
-        """A reload comes amid its snapshot, or its stream breaks at the snapshot's end."""
+        """Reloads come amid its snapshot, or its stream breaks at the snapshot's end."""
         world = self._world
-        if world.random.random() < DISTURBED and world.step < world.steps:
-            befalls = self._lose_stream if is_end else partial(rights_change, world)
-            world.loop.outside(0.002, befalls)
+        if world.random.random() >= DISTURBED or world.step >= world.steps:
+            return
+        befalls = world.random.choice([partial(rights_change, world), partial(_lapse, world)])
+        world.loop.outside(BUSY_S, self._lose_stream if is_end else befalls)
 
     def _lose_stream(self) -> None:
         if self._daemon is self._world.daemon:
@@ -261,10 +264,23 @@ class Watcher:
 
 def rights_change(world: World) -> None:
     """A reload says what the reader may see."""
-    daemon, random = world.daemon, world.random
+    _reload(world.daemon, [world.random.random() < 0.5 for _ in world.daemon.tenants.rules])
+
+
+def _lapse(world: World) -> None:
+    """A reload takes all from the reader, and the next one gives it back."""
+    daemon = world.daemon
+    before = [READER in rule.uids for rule in daemon.tenants.rules]
+    _reload(daemon, [False] * len(before))
+    daemon.loop.outside(world.random.random() * BUSY_S, _reload, daemon, before)
+
+
+def _reload(daemon: SimDaemon, may_see: list[bool]) -> None:
+    if daemon.is_gone:
+        return
     rules = [
-        replace(rule, uids=rule.uids - {READER} | ({READER} if random.random() < 0.5 else set()))
-        for rule in daemon.tenants.rules
+        replace(rule, uids=rule.uids - {READER} | ({READER} if may else set()))
+        for rule, may in zip(daemon.tenants.rules, may_see, strict=True)
     ]
     daemon.tenants.replace(rules, (), root=True)
     daemon.driver.event_log.rights_changed()
