@@ -43,7 +43,7 @@ def test_every_policy_takes_part() -> None:
     assert {*DUELLISTS, "auto"} == set(POLICY_NAMES)
 
 
-@pytest.mark.parametrize(("before", "after"), permutations(DUELLISTS, 2))
+@pytest.mark.parametrize(("before", "after"), list(permutations(DUELLISTS, 2)))
 def test_switch_moves_no_block_and_what_was_there_leaves_first(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

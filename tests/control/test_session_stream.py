@@ -343,7 +343,8 @@ def test_a_flush_in_vain_names_the_jobs_that_it_waits_for(former: RawEngine) -> 
     scheduler = former.scheduler
     first = scheduler.highest_job + 1
     jobs = [first, first + 1]
-    stores = [store_job(job, [job], [place]) for place, job in enumerate(jobs)]
+    keys = [9_001, 9_002]  # that no other test stores
+    stores = [store_job(job, [key], [key - 9_001]) for job, key in zip(jobs, keys, strict=True)]
     assert all(verdict.accepted for verdict in scheduler.step(stores=stores).verdicts)
     for asked, running in (([first, 999_999], str(first)), ([], f"{first}, {first + 1}")):
         flush = engine_pb2.FlushRequest(session_id=scheduler.id, job_ids=asked, deadline_ms=1)
