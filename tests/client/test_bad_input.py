@@ -287,6 +287,14 @@ def test_options_that_can_not_be_are_refused_by_name(message: str, options: Any)
             "num_computed_tokens_after is 32.0",
             lambda s: s.build_step([ScheduledRequest("r", [[0, 1], [2, 3]], FLOAT)]),
         ),
+        (
+            "num_computed_tokens_after is -1",
+            lambda s: s.build_step([ScheduledRequest("r", [[0, 1], [2, 3]], -1)]),
+        ),
+        (
+            "num_computed_tokens_after is 4294967296",
+            lambda s: s.build_step([ScheduledRequest("r", [[0, 1], [2, 3]], 1 << 32)]),
+        ),
         (r"block_ids\[0\] is 0", lambda s: s.update_state_after_alloc("r", [0, 1], 0)),
         ("1 tables for 2 groups", lambda s: s.update_state_after_alloc("r", [[0, 1]], 0)),
         (

@@ -341,8 +341,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return []
-        if type(computed_tokens) is not int:  # of each request in every step
+        if type(computed_tokens) is not int or not 0 <= computed_tokens <= U32_MAX:
             require_whole("num_computed_tokens_after", computed_tokens, 0, U32_MAX)
+            computed_tokens = int(computed_tokens)  # numpy's unsigned ones wrap
         if block_hashes is not None:
             request.hashes = block_hashes
         before = max(request.computed_after, request.hit_tokens)
