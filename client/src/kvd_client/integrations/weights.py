@@ -117,24 +117,21 @@ def changed_settings(model_config: Any, load_config: Any, begun_ns: int) -> str:
     """
     try:
         files = _settings_files(model_config, load_config)
-        own = [file.absolute() for file in files if not _blob_of(file)]
-        for file in own:
-            _check_unchanged(file.parent, [file], begun_ns)
+        own = [file for file in files if not _blob_of(file)]
+    except (OSError, ValueError):
+        return ""
+    return changed_files(own, begun_ns)
+
+
+def changed_files(files: list[Path], begun_ns: int) -> str:
+    """Why an engine may have read something else in one of them than lies there now; empty where it
+    has not, or where nobody here can tell."""
+    try:
+        for file in files:
+            _check_unchanged(file.absolute().parent, [file.absolute()], begun_ns)
     except Changed as change:
         return str(change)
     except (OSError, ValueError):
-        return ""
-    return ""
-
-
-def changed_file(file: Path, begun_ns: int) -> str:
-    """Why an engine may have read something else in a file than lies there now; empty where it has
-    not, or where nobody here can tell."""
-    try:
-        _check_unchanged(file.absolute(), [file], begun_ns)
-    except Changed as change:
-        return str(change)
-    except OSError:
         return ""
     return ""
 

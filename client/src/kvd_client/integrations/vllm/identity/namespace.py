@@ -19,7 +19,7 @@ from kvd_client.integrations.vllm.identity.kv_layout import KvLayout, describe_r
 from kvd_client.integrations.vllm.identity.model import config_digest, scales_file
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.weights import changed_file, name_weights, short_model_name
+from kvd_client.integrations.weights import changed_files, name_weights, short_model_name
 from kvd_proto import layout
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_RANKS
@@ -215,7 +215,7 @@ def _doubts(vllm_config: Any, options: KvdOptions) -> Iterator[str]:
         )
     scales = scales_file(vllm_config.model_config)
     begun_ns = _begun_ns(vllm_config) if scales else None
-    if scales and begun_ns and (change := changed_file(scales, begun_ns)):
+    if scales and begun_ns and (change := changed_files([scales], begun_ns)):
         yield change
     if vllm_config.lora_config is not None and not options.lora_id:
         yield "vLLM's hash has an adapter's name, not what is in it; set lora_id"
