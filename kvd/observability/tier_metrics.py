@@ -44,18 +44,19 @@ _TIER_COUNTERS = (
 
 def tier_families(now: Statistics) -> Iterator[Metric]:
     """Those of each tier; none where there is no tier."""
-    for name, meaning, field in _TIER_COUNTERS if now.tiers else ():
+    if not now.tiers:
+        return
+    for name, meaning, field in _TIER_COUNTERS:
         counter = CounterMetricFamily(name, meaning, labels=["tier"])
         for tier in now.tiers:
             counter.add_metric([tier.name], getattr(tier.counters, field))
         yield counter
-    if now.tiers:
-        meaning = "Blocks and calls that failed in a tier's store, by reason."
-        errors = CounterMetricFamily("kvd_tier_errors", meaning, labels=["tier", "reason"])
-        for tier in now.tiers:
-            for reason, count in sorted(tier.errors.items()):
-                errors.add_metric([tier.name, reason], count)
-        yield errors
+    meaning = "Blocks and calls that failed in a tier's store, by reason."
+    errors = CounterMetricFamily("kvd_tier_errors", meaning, labels=["tier", "reason"])
+    for tier in now.tiers:
+        for reason, count in sorted(tier.errors.items()):
+            errors.add_metric([tier.name, reason], count)
+    yield errors
     gauges = (
         ("kvd_tier_serving", "1 while a process serves the tier.", "is_serving"),
         ("kvd_tier_bytes_down", "Bytes on their way to a tier.", "bytes_down"),
@@ -67,7 +68,7 @@ def tier_families(now: Statistics) -> Iterator[Metric]:
         ),
         ("kvd_tier_read_seconds", "Mean time of a copy from a tier.", "read_seconds"),
     )
-    for name, meaning, field in gauges if now.tiers else ():
+    for name, meaning, field in gauges:
         gauge = GaugeMetricFamily(name, meaning, labels=["tier"])
         for tier in now.tiers:
             gauge.add_metric([tier.name], float(getattr(tier, field)))
