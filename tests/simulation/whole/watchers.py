@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 READER = 301  # a user of no engine: it may see what reloads say
 # Of one tenant, of the other, of what reloads say, and an operator.
 USERS = (101, 201, READER, READER, READER, os.getuid())
-PLACES = ("", "tier0", "tier1")
 SLOWEST_S = 12.0  # more than the daemon waits for
 TOLD_S = 1.0  # within which all is told to who takes it, once nothing changes any more
 DISTURBED = 0.5  # of the messages of a snapshot
@@ -39,23 +38,23 @@ Name = tuple[int, str, str, int, bytes]
 
 
 class View:
-    """The blocks that messages name: by the tier that holds them, "" for host memory."""
+    """The blocks of host memory that messages name. What tiers hold is a hint."""
 
     def __init__(self) -> None:
-        self.blocks: dict[str, set[Name]] = {place: set() for place in PLACES}
+        self.blocks: set[Name] = set()
         self.place: tuple[bytes, int] | None = None  # where to go on
         self.in_snapshot = False
 
     def copy(self) -> View:
         other = View()
-        other.blocks = {place: set(names) for place, names in self.blocks.items()}
+        other.blocks = set(self.blocks)
         other.place, other.in_snapshot = self.place, self.in_snapshot
         return other
 
     def apply(self, message: pb.WatchEventsResponse) -> None:
         """As the protocol says it."""
         if message.snapshot and not self.in_snapshot:
-            self.blocks = {place: set() for place in PLACES}
+            self.blocks = set()
             self.place, self.in_snapshot = None, True
         assert message.snapshot == self.in_snapshot, "a snapshot without an end"
         for event in message.events:
@@ -70,19 +69,16 @@ class View:
 
     def _apply(self, event: pb.CacheEvent) -> None:
         if event.kind == pb.CacheEvent.KIND_CLEARED:
-            for place, names in self.blocks.items():
-                self.blocks[place] = {n for n in names if n[0] != event.namespace_id}
-        elif event.kind == pb.CacheEvent.KIND_TIER_LOST:
-            self.blocks[event.tier].clear()
-        else:
+            self.blocks = {name for name in self.blocks if name[0] != event.namespace_id}
+        elif not event.tier:
             width = event.hash_bytes
             scope = (event.namespace_id, event.epoch, event.account, event.group)
             hashes = [event.hashes[at : at + width] for at in range(0, len(event.hashes), width)]
             names = {(*scope, each) for each in hashes}
             if event.kind == pb.CacheEvent.KIND_STORED:
-                self.blocks[event.tier] |= names
+                self.blocks |= names
             else:
-                self.blocks[event.tier] -= names
+                self.blocks -= names
 
 
 class WatchCall(Call):
@@ -241,7 +237,7 @@ class Watcher:
             if self._namespace in (0, number)
             and policy.may_see(self._peer, machine.tenant_of(number))
         }
-        told = {name for name in view.blocks[""] if name[0] in seen}
+        told = {name for name in view.blocks if name[0] in seen}
         there = {name for name in world.ledger.announced if name[0] in seen}
         assert told == there, (
             f"{self.name} misses {len(there - told)} blocks and has {len(told - there)} too many"
