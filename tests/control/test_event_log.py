@@ -203,6 +203,14 @@ async def test_place_behind_a_change_of_rights_is_gone_on_from() -> None:
         assert (message.snapshot, message.sequence) == (False, 3)
 
 
+async def broken_off_and_whole(told: Callable[[], Awaitable[Any]]) -> tuple[Any, Any]:
+    """A snapshot of nothing that a reload made void, and the one behind it, of one block."""
+    broken_off, whole = await told(), await told()
+    assert (broken_off.snapshot_end, len(broken_off.events)) == (True, 0)
+    assert (whole.snapshot_end, len(whole.events)) == (True, 1)
+    return broken_off, whole
+
+
 async def test_who_gains_a_tenant_amid_a_snapshot_is_given_another_one() -> None:
     def snapshot(wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
         if wanted.namespaces(TENANT, NamespaceId(1)):
@@ -214,9 +222,8 @@ async def test_who_gains_a_tenant_amid_a_snapshot_is_given_another_one() -> None
     watched = Watched(snapshot)
     watched.reload(8)
     async with watched.watch() as told:
-        broken_off, whole = await told(), await told()
-        assert (broken_off.snapshot_end, len(broken_off.events)) == (True, 0)
-        assert (whole.snapshot_end, whole.sequence, len(whole.events)) == (True, 2, 1)
+        broken_off, whole = await broken_off_and_whole(told)
+        assert whole.sequence == 2
     async with watched.watch(after_sequence=broken_off.sequence) as told:
         assert (await told()).snapshot, "nobody goes on from where it was broken off"
 
@@ -235,9 +242,8 @@ async def test_what_was_taken_away_and_given_back_amid_a_snapshot_is_told_anew()
     watched = Watched(snapshot)
     watched.reload(7)
     async with watched.watch() as told:
-        broken_off, whole = await told(), await told()
-        assert (broken_off.snapshot_end, len(broken_off.events)) == (True, 0)
-        assert (whole.snapshot_end, whole.sequence, len(whole.events)) == (True, 3, 1)
+        _, whole = await broken_off_and_whole(told)
+        assert whole.sequence == 3
 
 
 async def test_who_loses_the_tenant_amid_a_snapshot_hears_no_more_of_it() -> None:
